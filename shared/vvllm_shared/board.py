@@ -1,0 +1,98 @@
+"""Counters in shared memory: the pager writes them, the daemon reads them, and no token waits for either.
+
+The daemon makes a memfd and names it to the engine in `$VVLLM_BOARD` (as `/proc/<daemon>/fd/<n>`); the engine's
+worker maps it. One writer per field and 8-byte aligned stores, so a reader sees each counter whole; two counters
+may be one step apart.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from enum import IntEnum
+
+ENV = "VVLLM_BOARD"
+_BYTES = 4096
+
+
+class Phase(IntEnum):
+    """What the engine is doing, as far as the pager can tell."""
+
+    STARTING = 0
+    LOADING = 1
+    """Expert tensors arrive from the checkpoint: `bytes_done` of `bytes_total`."""
+    PROCESSING = 2
+    """Layers become bundles in the host store: `layers_done` of `layers_total`."""
+    WARMING = 3
+    """Profiling, kernel compilation, KV cache: nothing counts, and a compile may take minutes."""
+    SERVING = 4
+
+
+FIELDS = (
+    "phase",
+    "progress",  # grows with every layer that is loaded or run: the watchdog's measure
+    "bytes_done",
+    "bytes_total",
+    "layers_done",
+    "layers_total",
+    "steps",  # forward passes of the whole model
+    "hits",  # distinct experts of a layer's batch that were in a slot
+    "misses",  # … that had to be paged in; a token wave's second load of an expert counts again
+    "bytes_paged",
+    "token_waves",  # kernel calls beyond a layer's first
+    "pair_waves",
+    "traces_sent",
+    "traces_dropped",
+    "advice_applied",
+    "advice_ignored",
+)
+
+
+class Board:
+    """The counters of one engine, mapped into this process.
+
+    Args:
+        fd: descriptor of the memfd; the board keeps its own duplicate of the mapping, not of the descriptor.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, _BYTES)
+        self._words = memoryview(self._map).cast("Q")
+
+    @classmethod
+    def create(cls) -> tuple[Board, int]:
+        """A new board and its descriptor, which the caller keeps open for the engine to find."""
+        fd = os.memfd_create("vvllm-board", os.MFD_CLOEXEC)
+        os.ftruncate(fd, _BYTES)
+        return cls(fd), fd
+
+    @classmethod
+    def from_env(cls) -> Board:
+        """The board that the daemon named; without a daemon a private one, so that nobody need ask."""
+        path = os.environ.get(ENV)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else cls.create()[1]
+        try:
+            return cls(fd)
+        finally:
+            os.close(fd)
+
+    def get(self, field: str) -> int:
+        """One counter."""
+        return self._words[FIELDS.index(field)]
+
+    def set(self, field: str, value: int) -> None:
+        """Overwrite one counter."""
+        self._words[FIELDS.index(field)] = value
+
+    def add(self, field: str, value: int = 1) -> None:
+        """Increase one counter. Only its one writer may."""
+        self._words[FIELDS.index(field)] += value
+
+    def read(self) -> dict[str, int]:
+        """All counters by name."""
+        return dict(zip(FIELDS, self._words, strict=False))
+
+    def clear(self) -> None:
+        """Back to zero, for the next engine."""
+        for i in range(len(FIELDS)):
+            self._words[i] = 0
