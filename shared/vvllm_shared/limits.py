@@ -22,14 +22,18 @@ CONNECTIONS = 256
 # ZeroMQ, between daemon, engine and policy process
 FRAME_BYTES = 4 * MIB
 """One message; the sockets' MAXMSGSIZE, and checked again before decoding."""
-CONTAINER_ITEMS = 1 << 20
-"""Elements of one MessagePack array or map."""
+MESSAGE_ITEMS = 1 << 14
+"""Values in one message at all depths together: a hello of `LAYERS` layers has about 11,300."""
+TEXT_CHARS = 512
+"""Characters of one string in a message."""
 NESTING = 8
 """Depth of MessagePack arrays and maps."""
 TRACE_QUEUE = 64
 """Trace messages that may wait for a lagging policy process before new ones are dropped."""
 RESIDENCY_BYTES_PER_CALL = 32 * MIB
 """Bundle bytes that one residency call may move, so that no request waits long behind it."""
+ADVICE_QUEUE = 16
+"""Messages of the policy process that may wait for the daemon; the next ones wait at the sender."""
 BAD_MESSAGES = 16
 """Malformed messages after which a policy session is closed."""
 
