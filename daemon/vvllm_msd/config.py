@@ -1,8 +1,8 @@
 """The daemon's configuration: typed, from a TOML file, the environment and flags, in rising priority.
 
 Every key lives in one dataclass below and has the same name everywhere: `[server] max_num_seqs` in the file
-is `VVLLM_SERVER_MAX_NUM_SEQS` in the environment. Unknown keys are errors, so that a typing mistake never passes
-as a default.
+is `VVLLM_SERVER_MAX_NUM_SEQS` in the environment. Unknown keys are errors, so that a typing mistake never
+passes as a default.
 """
 
 from __future__ import annotations
