@@ -1,0 +1,98 @@
+"""The daemon's status for people, and as an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from vvllm_client.quantities import duration, percent, size
+from vvllm_shared.errors import Exit
+
+Status = Mapping[str, object]
+
+
+def exit_code(status: Status) -> Exit:
+    """0 only when ready; a stage that may become ready is busy."""
+    match status.get("stage"):
+        case "ready":
+            return Exit.OK
+        case "failed":
+            return Exit.INTERNAL
+    return Exit.BUSY
+
+
+def table(status: Status) -> str:
+    """One line per aspect, its name in a column. A daemon of another version may leave any field out."""
+    rows = [*_rows(status)]
+    width = max(len(name) for name, _ in rows)
+    return "".join(f"{name:<{width}}  {text}\n" for name, text in rows)
+
+
+def _rows(status: Status) -> Iterator[tuple[str, str]]:
+    yield "stage", _stage(status)
+    if isinstance(error := status.get("error"), dict):
+        yield "error", str(error.get("message", error))
+        if hint := error.get("hint"):
+            yield "", str(hint)
+    yield "model", str(status.get("model") or "-")
+    yield "daemon", _daemon(status)
+    yield "requests", _count(status, "requests")
+    if isinstance(cache := status.get("cache"), dict) and cache:
+        yield "slots", _slots(cache)
+        yield "cache", _lookups(cache)
+        token_waves, pair_waves, steps = (
+            _count(cache, name) for name in ("token_waves", "pair_waves", "steps")
+        )
+        yield "waves", f"{token_waves} token, {pair_waves} pair in {steps} steps"
+    if isinstance(policy := status.get("policy"), dict):
+        yield "policy", _policy(policy)
+    if isinstance(versions := status.get("versions"), dict) and versions:
+        yield "versions", " · ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _stage(status: Status) -> str:
+    text = str(status.get("stage", "unknown"))
+    if isinstance(progress := status.get("progress"), int | float):
+        text += f" {progress:.0%}".replace("%", " %")
+    return f"{text}: {detail}" if (detail := status.get("detail")) else text
+
+
+def _daemon(status: Status) -> str:
+    up = status.get("uptime_s")
+    parts = [f"pid {status.get('pid', '-')}", f"engine {status.get('engine_pid') or '-'}"]
+    if isinstance(generation := status.get("generation"), int):
+        parts.append(f"engine start no. {generation}")
+    if isinstance(up, int | float):
+        parts.append(f"up {duration(up)}")
+    return " · ".join(parts)
+
+
+def _slots(cache: Status) -> str:
+    slots, layers, experts = (_number(cache, name) for name in ("slots", "layers", "experts"))
+    text = f"{slots} of {experts} experts in each of {layers} layers"
+    if bundle := _number(cache, "bundle_bytes"):
+        text += f" · {size(bundle)} each, {size(bundle * slots * layers)} in all"
+    return text
+
+
+def _lookups(cache: Status) -> str:
+    hits, misses = _number(cache, "hits"), _number(cache, "misses")
+    rate = percent(hits / (hits + misses)) if hits + misses else "-"
+    return f"{hits:,} hits, {misses:,} misses ({rate} hits) · {size(_number(cache, 'bytes_paged'))} paged in"
+
+
+def _policy(policy: Status) -> str:
+    text = str(policy.get("state", "unknown"))
+    if name := policy.get("name"):
+        text += f" · {name}"
+    if pid := policy.get("pid"):
+        text += f" · pid {pid}"
+    return f"{text} · {reason}" if (reason := policy.get("reason")) else text
+
+
+def _number(fields: Status, name: str) -> int:
+    value = fields.get(name)
+    return value if isinstance(value, int) else 0
+
+
+def _count(fields: Status, name: str) -> str:
+    return f"{_number(fields, name):,}"
