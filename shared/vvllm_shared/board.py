@@ -7,12 +7,18 @@ may be one step apart.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 from enum import IntEnum
 
+from vvllm_shared import errors
+from vvllm_shared.errors import VvllmError
+
 ENV = "VVLLM_BOARD"
 _BYTES = 4096
+_REFUSAL_AT = 2048
+"""The second half of the page holds why the engine refused to start, as JSON that ends with a NUL."""
 
 
 class Phase(IntEnum):
@@ -94,5 +100,20 @@ class Board:
 
     def clear(self) -> None:
         """Back to zero, for the next engine."""
-        for i in range(len(FIELDS)):
-            self._words[i] = 0
+        self._map[:] = bytes(_BYTES)
+
+    def refuse(self, error: VvllmError) -> None:
+        """Tell the daemon why this engine cannot start; vLLM itself would only say that it did not."""
+        room = _BYTES - _REFUSAL_AT - 1
+        fields = [type(error).__name__, error.sentence[: room // 4], error.hint[: room // 8]]
+        text = json.dumps(fields).encode()[:room]
+        self._map[_REFUSAL_AT : _REFUSAL_AT + len(text) + 1] = text + b"\0"
+
+    def refusal(self) -> VvllmError | None:
+        """Why the engine refused to start, or None."""
+        text = self._map[_REFUSAL_AT:_BYTES].split(b"\0", 1)[0]
+        if not text:
+            return None
+        name, sentence, hint = json.loads(text)
+        error: VvllmError = getattr(errors, name)(sentence, hint)
+        return error

@@ -1,0 +1,179 @@
+"""What belongs to one expert: found by looking, not by knowing formats.
+
+After vLLM has processed a chunk of experts, everything that its kernel can read is reachable from the layer's
+parameters, the quant config and the kernel object. Two chunks of different sizes tell what is per expert: a tensor
+whose first dimension followed the number of experts. Anything that is neither that nor the same for every chunk is
+refused: an expert must move whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+
+from vvllm_shared.errors import UnsupportedError
+
+ROUTING_SPACE = frozenset({"e_score_correction_bias", "hash_indices_table"})
+"""Parameters of the container that the router reads; as vLLM's own list in
+`RoutedExperts.get_expert_weights` (routed_experts.py:1316)."""
+
+_ALIGN = 16  # a row starts where 16-byte loads may
+_RECORD_ALIGN = 256  # and a record where a copy engine's bursts may
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor's row within a record."""
+
+    name: str
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    """Bytes from the start of the record."""
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class BundleLayout:
+    """How one expert's tensors lie in its record of the host store."""
+
+    parts: tuple[Part, ...]
+    record_bytes: int
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes that a miss moves: the record without its padding."""
+        return sum(part.nbytes for part in self.parts)
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor]) -> BundleLayout:
+        """Lay out rows of these per-expert tensors [n, ...], one after the other."""
+        parts, offset = [], 0
+        for name, tensor in tensors.items():
+            nbytes = tensor[0].numel() * tensor.element_size()
+            parts.append(Part(name, tuple(tensor.shape[1:]), tensor.dtype, offset, nbytes))
+            offset += -(-nbytes // _ALIGN) * _ALIGN
+        return cls(tuple(parts), -(-offset // _RECORD_ALIGN) * _RECORD_ALIGN)
+
+
+def rows_as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """[n, ...] of any dtype seen as uint8 [n, bytes of a row]; shares memory."""
+    return tensor.detach().view(len(tensor), -1).view(torch.uint8)
+
+
+def kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every tensor that the layer's kernel may read, by where it hangs; one name for each memory.
+
+    Raises:
+        UnsupportedError: an object that may hide tensors and whose type is unknown.
+    """
+    found: dict[str, torch.Tensor] = {}
+    seen_memory: set[tuple[int, torch.Size, torch.dtype]] = set()
+    method: Any = layer.quant_method
+    parameters = {n: p for n, p in layer.named_parameters(recurse=False) if n not in ROUTING_SPACE}
+    roots = [("", parameters), ("quant_config", method.moe_quant_config), ("kernel", method.moe_kernel)]
+    visited: set[int] = {id(layer), id(method)}
+    for prefix, root in roots:
+        for name, tensor in _walk(prefix, root, visited, layer):
+            memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
+            if tensor.numel() and memory not in seen_memory:
+                seen_memory.add(memory)
+                found[name] = tensor
+    return found
+
+
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Enum,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    type,
+)
+_CODE = (FunctionType, MethodType)
+
+
+def _walk(
+    path: str, value: Any, visited: set[int], layer: torch.nn.Module
+) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) and not hasattr(value, "weight_loader"):
+            raise _unknown(layer, path, value)
+        yield path, value.data
+        return
+    if isinstance(value, _PLAIN) or isinstance(value, _CODE) or id(value) in visited:
+        return
+    visited.add(id(value))
+    if isinstance(value, dict):
+        children = [(str(key), child) for key, child in value.items()]
+    elif isinstance(value, list | tuple | set | frozenset):
+        children = [(str(i), child) for i, child in enumerate(value)]
+    elif type(value).__module__.split(".")[0] == "vllm" and hasattr(value, "__dict__"):
+        children = list(vars(value).items())
+    else:
+        raise _unknown(layer, path, value)
+    for name, child in children:
+        yield from _walk(f"{path}.{name}".strip("."), child, visited, layer)
+
+
+def _unknown(layer: Any, path: str, value: object) -> UnsupportedError:
+    return UnsupportedError(
+        f"{layer.layer_name}: the kernel of {type(layer.quant_method).__name__} holds "
+        f"{type(value).__module__}.{type(value).__qualname__} at {path}, which may carry expert data "
+        "in a form that cannot be paged.",
+        'Choose another kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
+    )
+
+
+def per_expert(
+    layer: Any,
+    tensors: dict[str, torch.Tensor],
+    experts: int,
+    probe: dict[str, torch.Tensor],
+    probe_experts: int,
+) -> dict[str, torch.Tensor]:
+    """Those tensors whose first dimension is the expert, told by comparing two chunks of different sizes.
+
+    Args:
+        layer: for messages.
+        tensors: `kernel_tensors` of a chunk of `experts` experts.
+        probe: the same of a chunk of `probe_experts` experts.
+
+    Raises:
+        UnsupportedError: a tensor that depends on the chunk and is not per expert, or cannot be moved by rows.
+    """
+    if set(tensors) != set(probe):
+        raise _refuse(layer, sorted(set(tensors) ^ set(probe))[0], "is there for one number of experts only")
+    chosen = {}
+    for name, tensor in tensors.items():
+        other = probe[name]
+        if tensor.shape == other.shape and experts != probe_experts:
+            if not torch.equal(tensor, other):
+                raise _refuse(layer, name, "depends on which experts are processed together")
+        elif tensor.shape[:1] == (experts,) and other.shape == (probe_experts, *tensor.shape[1:]):
+            if not tensor.is_contiguous():
+                raise _refuse(layer, name, f"is not contiguous (strides {tensor.stride()})")
+            chosen[name] = tensor
+        else:
+            raise _refuse(
+                layer, name, f"has shape {tuple(tensor.shape)}, whose expert dimension is not first"
+            )
+    return chosen
+
+
+def _refuse(layer: Any, name: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{layer.layer_name}: {name} of {type(layer.quant_method).__name__} {why}, so experts cannot be paged one by one.",
+        'Choose another kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
+    )

@@ -1,0 +1,187 @@
+"""From a checkpoint's raw experts to bundles in the host store, through vLLM's own post-processing.
+
+vLLM creates the raw parameters of all E experts in host RAM (the container's constructor runs under
+`torch.device("cpu")`) and fills them. Then, layer by layer, chunks of S experts are built anew on the device with
+the quant method's own `create_weights`, processed by its own `process_weights_after_loading`, and every row of what
+came out goes to the store. The last chunk's tensors stay: they are the slots, and the kernel, its quant config and
+its workspaces are natively those of a layer of S experts. Device memory never holds more than one chunk of one layer,
+raw and processed, beyond the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vvllm_pager import bundle
+from vvllm_pager.bundle import BundleLayout, rows_as_bytes
+from vvllm_pager.slot_pool import SlotPool
+from vvllm_shared.board import Phase
+from vvllm_shared.errors import CheckpointError, UnsupportedError, VvllmError
+
+if TYPE_CHECKING:
+    from vvllm_pager.routed_experts import PagedExperts
+
+Raw = dict[str, torch.Tensor]
+
+
+class LayerLoader:
+    """Stands in for the post-processing of one layer's quant method.
+
+    Args:
+        layer: the container, its raw parameters created and not yet loaded.
+    """
+
+    def __init__(self, layer: PagedExperts) -> None:
+        self._layer = layer
+        method = layer.quant_method
+        if method.is_monolithic:
+            raise UnsupportedError(
+                f"{layer.layer_name}: {type(method).__name__} routes inside its kernel, so its experts cannot be paged.",
+                'Choose a modular kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
+            )
+        self._process: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
+        self._done = False
+        self._arrived: dict[tuple[int, str], set[int]] = {}
+        method.process_weights_after_loading = self._on_loaded
+        # The chunks are staged here; vLLM would move all E experts to the device at once.
+        method.requires_device_loading = False
+
+    def arrived(
+        self, param: torch.Tensor, loaded: torch.Tensor, shard_id: str, expert_id: int | None
+    ) -> None:
+        """Note one tensor from the checkpoint, so that a missing expert is found (vLLM itself counts whole
+        parameters, not experts)."""
+        experts = self._arrived.setdefault((id(param), shard_id), set())
+        whole_stack = loaded.dim() == param.dim() or expert_id is None
+        experts.update(range(self._layer.experts) if whole_stack else [expert_id])  # type: ignore[list-item]
+        board = self._layer.paging.board
+        board.add("bytes_done", loaded.nbytes)
+        board.add("progress")
+
+    def raw(self) -> Raw:
+        """The raw per-expert parameters by name, aliases included."""
+        return {
+            name: p.data
+            for name, p in self._layer._parameters.items()
+            if p is not None and name not in bundle.ROUTING_SPACE
+        }
+
+    def _on_loaded(self, module: torch.nn.Module) -> None:
+        """What vLLM calls once per layer after all tensors have arrived; the second call finds nothing to do."""
+        if self._done:
+            return
+        paging = self._layer.paging
+        try:
+            if self._layer is paging.layers[0]:
+                _plan_layers(paging.layers)
+            self._refuse_missing()
+            self._fill_store()
+        except VvllmError as error:
+            paging.board.refuse(error)
+            raise
+        self._done = True
+        self._arrived.clear()
+        paging.board.add("layers_done")
+        paging.board.add("progress")
+        if self._layer is paging.layers[-1]:
+            paging.loaded()
+
+    def _refuse_missing(self) -> None:
+        names = {id(p): name for name, p in self._layer._parameters.items()}
+        for (param, shard), experts in self._arrived.items():
+            missing = sorted(set(range(self._layer.experts)) - experts)
+            if missing:
+                raise CheckpointError(
+                    f"{self._layer.layer_name}: the checkpoint has no {shard} of {names.get(param, '?')} "
+                    f"for expert {missing[0]}" + (f" and {len(missing) - 1} others." if missing[1:] else "."),
+                    "The checkpoint is incomplete: download it again.",
+                )
+
+    def build(self, raw: Raw, experts: range) -> dict[str, torch.Tensor]:
+        """Build, fill and process a layer of only these experts on the device.
+
+        Returns:
+            What its kernel reads, see `bundle.kernel_tensors`.
+        """
+        layer, method = self._layer, self._layer.quant_method
+        count = len(experts)
+        for name in self.raw():
+            delattr(layer, name)
+        # A kernel left in place would make the next processing an update of weights, which skips the repacking.
+        method.moe_kernel = None
+        method.moe_quant_config = None
+        layer.moe_config.num_local_experts = layer.local_num_experts = layer.global_num_experts = count
+        with torch.device(layer.paging.device):
+            method.create_weights(
+                layer=layer,
+                num_experts=count,
+                hidden_size=layer.hidden_size,
+                unpadded_hidden_size=layer.moe_config.hidden_dim_unpadded,
+                intermediate_size_per_partition=layer.intermediate_size_per_partition,
+                params_dtype=layer.params_dtype,
+                weight_loader=layer.weight_loader,
+                global_num_experts=count,
+            )
+        for name, data in self.raw().items():
+            source = raw[name]
+            per_expert = source.shape[:1] == (layer.experts,)
+            data.copy_(source[experts.start : experts.stop] if per_expert else source)
+        self._process(layer)
+        return bundle.kernel_tensors(layer)
+
+    def probe(self) -> BundleLayout:
+        """Learn the bundle's layout from two small chunks, and put the raw parameters back."""
+        layer, raw = self._layer, self.raw()
+        kept = {name: layer._parameters[name] for name in raw}
+        small = range(min(layer.top_k, layer.experts))
+        large = range(min(layer.top_k + 1, layer.experts))
+        first = self.build(raw, small)
+        tensors = bundle.per_expert(layer, self.build(raw, large), len(large), first, len(small))
+        layout = BundleLayout.of(tensors)
+        for name in self.raw():
+            delattr(layer, name)
+        for name, param in kept.items():
+            layer.register_parameter(name, param)
+        return layout
+
+    def _fill_store(self) -> None:
+        layer, raw = self._layer, self.raw()
+        paging = layer.paging
+        assert paging.store is not None  # noqa: S101  # planned with the first layer
+        paging.board.set("phase", Phase.PROCESSING)
+        records = paging.store.take(layer.experts, layer.layout.record_bytes)
+        starts = [*range(0, layer.experts - layer.slots, layer.slots), layer.experts - layer.slots]
+        for start in starts:
+            chunk = range(start, start + layer.slots)
+            tensors = self.build(raw, chunk)
+            for part in layer.layout.parts:
+                rows = tensors.get(part.name)
+                if rows is None or rows.dtype != part.dtype or rows.shape != (layer.slots, *part.row_shape):
+                    raise UnsupportedError(
+                        f"{layer.layer_name}: {part.name} came out differently for experts {start} … {chunk.stop - 1}.",
+                        "This format cannot be paged; please report the model.",
+                    )
+                records[start : chunk.stop, part.offset : part.offset + part.nbytes].copy_(
+                    rows_as_bytes(rows)
+                )
+        slots = {part.name: tensors[part.name] for part in layer.layout.parts}
+        layer.pool = SlotPool(slots, records, layer.layout)
+        if paging.settings.poison:
+            layer.pool.poison()
+
+
+def _plan_layers(layers: list[PagedExperts]) -> None:
+    """Learn every layer's layout (once per shape) and size the slots."""
+    known: dict[Any, BundleLayout] = {}
+    for layer in layers:
+        raw = layer.loader.raw()
+        shape = (type(layer.quant_method), layer.top_k, *((n, t.shape, t.dtype) for n, t in raw.items()))
+        if shape not in known:
+            known[shape] = layer.loader.probe()
+        layer.layout = known[shape]
+    slots = layers[0].paging.plan_slots([layer.layout for layer in layers])
+    for layer in layers:
+        layer.slots = min(slots, layer.experts)

@@ -1,0 +1,198 @@
+"""What the paged layers of one engine share: settings, sizes, the store, the step counter, the counters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from vvllm_pager.bundle import BundleLayout
+from vvllm_pager.host_store import HostStore
+from vvllm_pager.settings import KEY, CacheSettings
+from vvllm_shared import PINNED_VLLM, limits, logs
+from vvllm_shared.board import Board, Phase
+from vvllm_shared.errors import ConfigError, UnsupportedError, VvllmError
+
+if TYPE_CHECKING:
+    from vvllm_pager.routed_experts import PagedExperts
+    from vvllm_pager.trace import TraceSender
+
+log = logs.get(process="vvllm-pager")
+
+
+class Paging:
+    """One engine's paging. Its layers find it through vLLM's own registry of layers.
+
+    Raises:
+        ConfigError: see `CacheSettings.parse`.
+        UnsupportedError: an engine that the pager was not verified with.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self.board = Board.from_env()
+        try:
+            self.settings = CacheSettings.parse(config.additional_config[KEY])
+            _refuse_engine(config)
+        except VvllmError as error:
+            self.board.refuse(error)
+            raise
+        self.device = torch.device(config.device_config.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.max_rows = config.scheduler_config.max_num_batched_tokens
+        self.layers: list[PagedExperts] = []
+        self.store: HostStore | None = None
+        self.trace: TraceSender | None = None
+        self.step = 0
+        self._last_layer = -1
+        self.board.set("phase", Phase.LOADING)
+
+    @classmethod
+    def current(cls) -> Paging | None:
+        """The paging of the engine under construction; None where the user asked for none."""
+        config = get_current_vllm_config()
+        if KEY not in (config.additional_config or {}):
+            return None
+        for other in _runners(config):
+            if other.routed_experts.paging is not None:
+                return other.routed_experts.paging
+        return cls(config)
+
+    def adopt(self, layer: PagedExperts) -> int:
+        """Take in a layer under construction; returns its index."""
+        self.layers.append(layer)
+        self.board.set("layers_total", len(self.layers))
+        self.board.add("bytes_total", sum(p.nbytes for p in layer.parameters(recurse=False)))
+        return len(self.layers) - 1
+
+    def plan_slots(self, layouts: list[BundleLayout]) -> int:
+        """Slots per layer, and the host store in the size that all layers need.
+
+        Args:
+            layouts: each layer's bundle layout, in order.
+
+        Raises:
+            ConfigError: fewer slots than a single token needs, more than there are experts, too small a budget.
+        """
+        experts = max(layer.experts for layer in self.layers)
+        top_k = max(layer.top_k for layer in self.layers)
+        budget = self.settings.cache_gb
+        slots = self.settings.slots
+        if budget is not None:
+            per_slot = sum(layout.bundle_bytes for layout in layouts)
+            slots = min(int(budget * limits.GIB) // per_slot, experts, limits.SLOTS)
+            least = f"{top_k * per_slot / limits.GIB:.3f} GiB"
+        else:
+            least = f"slots = {top_k}"
+        assert slots is not None  # noqa: S101  # CacheSettings has exactly one of the two
+        if slots < top_k:
+            raise ConfigError(
+                f"expert_cache: {slots} slots a layer, but one token needs {top_k} experts at a time.",
+                f"Give at least {least}; below {3 * top_k} slots a cache is usually slower than none.",
+            )
+        if slots > experts:
+            raise ConfigError(
+                f"expert_cache: {slots} slots a layer, but the model has {experts} experts a layer.",
+                f"Give at most slots = {experts}.",
+            )
+        self.store = HostStore(
+            sum(
+                layer.experts * layout.record_bytes
+                for layer, layout in zip(self.layers, layouts, strict=True)
+            )
+        )
+        return slots
+
+    def loaded(self) -> None:
+        """All layers are in the store."""
+        assert self.store is not None  # noqa: S101
+        if self.device.type == "cuda":
+            self.store.pin()
+        self.board.set("phase", Phase.WARMING)
+        slots = [layer.slots for layer in self.layers]
+        log.info(
+            "experts_loaded",
+            layers=len(self.layers),
+            experts=self.layers[0].experts,
+            slots=slots[0] if len(set(slots)) == 1 else slots,
+            bundle_bytes=self.layers[0].layout.bundle_bytes,
+            store_bytes=self.store.nbytes,
+        )
+
+    def begin(self, layer_index: int) -> int:
+        """The number of the running forward pass; a layer that does not come after the last one begins the next."""
+        if layer_index <= self._last_layer:
+            self.step += 1
+        self._last_layer = layer_index
+        return self.step
+
+
+def _runners(config: VllmConfig) -> Iterator[MoERunner]:
+    for module in config.compilation_config.static_forward_context.values():
+        if isinstance(module, MoERunner):
+            yield module
+
+
+def _refuse_engine(config: VllmConfig) -> None:
+    parallel = config.parallel_config
+    reasons: list[tuple[bool, str, str]] = [
+        (
+            vllm.__version__ != PINNED_VLLM,
+            f"vLLM {vllm.__version__} is installed",
+            f"Install vllm=={PINNED_VLLM}: paging rests on its internals and was verified with it alone.",
+        ),
+        (
+            parallel.tensor_parallel_size > 1,
+            f"tensor_parallel_size is {parallel.tensor_parallel_size}",
+            "Set --tensor-parallel-size 1.",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
+            "Set --pipeline-parallel-size 1.",
+        ),
+        (
+            parallel.data_parallel_size > 1,
+            f"data_parallel_size is {parallel.data_parallel_size}",
+            "Set --data-parallel-size 1.",
+        ),
+        (parallel.enable_expert_parallel, "expert parallelism is on", "Drop --enable-expert-parallel."),
+        (parallel.enable_eplb, "expert load balancing is on", "Drop --enable-eplb."),
+        (parallel.enable_dbo, "dual batch overlap is on", "Drop --enable-dbo."),
+        (config.lora_config is not None, "LoRA is on", "Drop --enable-lora."),
+        (config.speculative_config is not None, "speculative decoding is on", "Drop --speculative-config."),
+        (
+            config.offload_config.uva.cpu_offload_gb > 0,
+            "cpu_offload_gb is set: vLLM would move what the pager already holds",
+            "Drop --cpu-offload-gb.",
+        ),
+        (config.model_config.enable_sleep_mode, "sleep mode is on", "Drop --enable-sleep-mode."),
+        (
+            torch.device(config.device_config.device).type == "cuda"
+            and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,
+            "CUDA graphs are on, and host-driven paging cannot run inside them",
+            "Set --enforce-eager.",
+        ),
+    ]
+    for refused, reason, hint in reasons:
+        if refused:
+            raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
+
+
+def describe(paging: Paging) -> list[dict[str, Any]]:
+    """One entry per layer for the daemon's report."""
+    return [
+        {
+            "name": layer.layer_name,
+            "experts": layer.experts,
+            "slots": layer.slots,
+            "top_k": layer.top_k,
+            "bundle_bytes": layer.layout.bundle_bytes,
+        }
+        for layer in paging.layers
+    ]

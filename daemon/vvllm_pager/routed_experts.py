@@ -1,0 +1,93 @@
+"""The paged expert container: vLLM's `RoutedExperts` with its weights in host RAM and S slots on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vvllm_pager.bundle import BundleLayout
+from vvllm_pager.loading import LayerLoader
+from vvllm_pager.paging import Paging
+from vvllm_pager.resolvers import HostResolver
+from vvllm_pager.slot_pool import SlotPool
+from vvllm_shared.errors import VvllmError
+from vvllm_shared.residency import Weights
+
+
+class PagedExperts(torch.nn.Module):
+    """Mixed into vLLM's expert containers, before them.
+
+    Without `expert_cache` in the engine's `additional_config` it only passes on.
+    """
+
+    # Of RoutedExperts, which is always behind this class in the order of resolution.
+    layer_name: str
+    quant_method: Any
+    moe_config: Any
+    hidden_size: int
+    intermediate_size_per_partition: int
+    params_dtype: torch.dtype
+    local_num_experts: int
+    global_num_experts: int
+    top_k: int
+
+    # Known from construction on
+    paging: Paging | None = None
+    """None without `expert_cache`."""
+    index: int
+    experts: int
+    loader: LayerLoader
+    weights: Weights
+
+    # Known once the layer is loaded
+    layout: BundleLayout
+    slots: int
+    pool: SlotPool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        paging = Paging.current()
+        if paging is None:
+            super().__init__(*args, **kwargs)
+            return
+        with torch.device("cpu"):
+            super().__init__(*args, **kwargs)
+        self.paging = paging
+        self.experts = self.global_num_experts
+        self.weights = Weights()
+        self.index = paging.adopt(self)
+        try:
+            self.loader = LayerLoader(self)
+        except VvllmError as error:
+            paging.board.refuse(error)
+            raise
+        self._resolver = HostResolver(self)
+
+    def weight_loader(
+        self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's loader, and a note of what arrived."""
+        result = super().weight_loader(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
+        if self.paging is not None and result is not False:
+            named = dict(zip(("weight_name", "shard_id", "expert_id"), args, strict=False)) | kwargs
+            self.loader.arrived(param, loaded_weight, named["shard_id"], named.get("expert_id"))
+        return result
+
+    # vLLM asks the loader itself whether it understands experts (routed_experts.py, last line).
+    weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def forward_modular(
+        self,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `RoutedExperts.forward_modular`; the ids are experts, the kernel gets slots."""
+        stock = super().forward_modular  # type: ignore[misc]
+        if self.paging is None:
+            return stock(x, topk_weights, topk_ids, shared_experts, shared_experts_input)  # type: ignore[no-any-return]
+        # vLLM reads the shared experts here only for all-to-all back ends (modular_kernel.py:1379), which need
+        # expert parallelism: refused.
+        return self._resolver.run(x, topk_weights, topk_ids, stock)

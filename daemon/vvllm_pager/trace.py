@@ -1,0 +1,100 @@
+"""Router traces to the policy process: dropped when it lags, never queued without bound, never waited for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import numpy as np
+import zmq
+
+from vvllm_shared import limits
+from vvllm_shared.board import Board
+from vvllm_shared.messages import DecodeTrace, PrefillTrace
+from vvllm_shared.residency.page_table import Ints
+from vvllm_shared.wire import encode
+
+DECODE_TOKENS = 32
+"""Batches of at most this many tokens are traced id by id, larger ones as counts per expert."""
+
+
+class TraceSender:
+    """Collects a step's ids layer by layer and sends them from a thread of its own, which makes no CUDA call.
+
+    Args:
+        endpoint: the policy process's PULL socket.
+        boot_id: the daemon's.
+        layers: paged layers of a step.
+        experts: experts of the largest layer.
+        board: for the counts of what was sent and dropped.
+    """
+
+    def __init__(self, endpoint: str, boot_id: str, layers: int, experts: int, board: Board) -> None:
+        self._endpoint = endpoint
+        self._boot_id = boot_id
+        self._layers = layers
+        self._experts = experts
+        self._board = board
+        self._step: list[Ints] = []
+        self._seq = 0
+        self._queue: queue.Queue[tuple[int, int, list[Ints]]] = queue.Queue(limits.TRACE_QUEUE)
+        threading.Thread(target=self._run, name="vvllm-traces", daemon=True).start()
+
+    def observe(self, step: int, layer: int, ids: Ints) -> None:
+        """Note what one layer's router chose, [tokens, k], -1 for nobody; the last layer completes the step."""
+        if layer == 0:
+            self._step = []
+        self._step.append(ids)
+        if layer != self._layers - 1 or len(self._step) != self._layers:
+            return
+        self._seq += 1  # a dropped step leaves a gap that the policy process sees
+        try:
+            self._queue.put_nowait((self._seq, step, self._step))
+        except queue.Full:
+            self._board.add("traces_dropped")
+
+    def _run(self) -> None:
+        context = zmq.Context()
+        socket = context.socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, limits.TRACE_QUEUE)
+        socket.connect(self._endpoint)
+        while True:
+            frame = self._encode(*self._queue.get())
+            try:
+                socket.send(frame, zmq.NOBLOCK)
+                self._board.add("traces_sent")
+            except zmq.Again:
+                self._board.add("traces_dropped")
+
+    def _encode(self, seq: int, step: int, layers: list[Ints]) -> bytes:
+        tokens = len(layers[0])
+        if tokens <= DECODE_TOKENS:
+            top_k = max(ids.shape[1] for ids in layers)
+            table = np.full((1, len(layers), tokens, top_k), -1, "<i2")
+            for i, ids in enumerate(layers):
+                table[0, i, :, : ids.shape[1]] = ids
+            return encode(
+                DecodeTrace(
+                    boot_id=self._boot_id,
+                    seq=seq,
+                    step=step,
+                    steps=1,
+                    layers=len(layers),
+                    tokens=tokens,
+                    top_k=top_k,
+                    ids=table.tobytes(),
+                )
+            )
+        counts = np.stack([np.bincount(ids[ids >= 0], minlength=self._experts) for ids in layers])
+        return encode(
+            PrefillTrace(
+                boot_id=self._boot_id,
+                seq=seq,
+                step=step,
+                tokens=tokens,
+                layers=len(layers),
+                experts=self._experts,
+                counts=counts.astype("<i4").tobytes(),
+            )
+        )

@@ -1,0 +1,78 @@
+"""What the daemon may ask of the worker (vLLM's `worker_extension_cls`; called through `collective_rpc`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from vvllm_pager.paging import Paging, describe
+from vvllm_pager.routed_experts import PagedExperts
+from vvllm_pager.trace import TraceSender
+from vvllm_shared.board import Phase
+from vvllm_shared.residency import Weights
+
+
+class PagerWorker:
+    """Mixed into vLLM's worker, which runs these between steps, idle or busy."""
+
+    model_runner: Any
+
+    def _paging(self) -> Paging | None:
+        for module in self.model_runner.get_model().modules():
+            if isinstance(module, PagedExperts) and module.paging is not None:
+                return module.paging
+        return None
+
+    def pager_report(self) -> dict[str, Any]:
+        """Which layers are paged, in what sizes; and which containers are not."""
+        paging = self._paging()
+        containers = [m for m in self.model_runner.get_model().modules() if isinstance(m, RoutedExperts)]
+        return {
+            "layers": describe(paging) if paging else [],
+            "unpaged": [m.layer_name for m in containers if getattr(m, "paging", None) is None],
+            "store_bytes": paging.store.nbytes if paging and paging.store else 0,
+        }
+
+    def pager_serve(self, traces: str | None, boot_id: str) -> None:
+        """The engine is warm: progress counts from now on, and traces go to this endpoint.
+
+        Args:
+            traces: ZeroMQ endpoint of the policy process's PULL socket, or None for no traces.
+            boot_id: the daemon's, put into each trace.
+        """
+        paging = self._paging()
+        assert paging is not None  # noqa: S101  # the daemon has read the report
+        if traces is not None and paging.trace is None:
+            paging.trace = TraceSender(
+                traces,
+                boot_id,
+                len(paging.layers),
+                max(layer.experts for layer in paging.layers),
+                paging.board,
+            )
+        paging.board.set("phase", Phase.SERVING)
+
+    def pager_apply(self, advice: list[dict[str, Any]]) -> int:
+        """Apply the policy's advice between steps.
+
+        Args:
+            advice: `layer` (index, or -1 for all), `heat_weight`, `age_weight`, `heat_decay`, `bias` (list [E] or
+                None). The daemon has checked it.
+
+        Returns:
+            How many layers took it.
+        """
+        paging = self._paging()
+        if paging is None:
+            return 0
+        applied = 0
+        for one in advice:
+            layers = paging.layers if one["layer"] < 0 else [paging.layers[one["layer"]]]
+            for layer in layers:
+                layer.weights = Weights(one["heat_weight"], one["age_weight"], one["heat_decay"])
+                if one["bias"] is not None:
+                    layer.pool.table.set_bias(one["bias"])
+            applied += len(layers)
+        paging.board.add("advice_applied", applied)
+        return applied
