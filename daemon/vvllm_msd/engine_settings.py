@@ -216,7 +216,7 @@ def _chat_template(directory: Path) -> str:
     path = directory / "tokenizer_config.json"
     found = _json(path).get("chat_template") if path.is_file() else None
     variants = found if isinstance(found, list) else [{"template": found or ""}]
-    return "\n".join([*files, *(str(variant["template"]) for variant in variants)])
+    return "\n".join([*files, *(str(variant.get("template", "")) for variant in variants)])
 
 
 def _json(path: Path) -> dict[str, Any]:
