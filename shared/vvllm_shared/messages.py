@@ -34,7 +34,7 @@ Reason = Annotated[str, Meta(max_length=limits.TEXT_CHARS)]
 BootId = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[0-9A-Za-z_-]+\Z")]
 Number = Annotated[int, Meta(ge=0, le=_NUMBER)]
 Real = Annotated[float, Meta(ge=-_REAL, le=_REAL)]  # bounds refuse NaN and the infinities too
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+Decay = Annotated[float, Meta(gt=0.0, le=1.0)]
 Layers = Annotated[int, Meta(ge=1, le=limits.LAYERS)]
 Experts = Annotated[int, Meta(ge=1, le=limits.EXPERTS)]
 Slots = Annotated[int, Meta(ge=1, le=limits.SLOTS)]
@@ -105,7 +105,7 @@ class Advise(Message, frozen=True):
     """Index into `Hello.layers`, or `ALL_LAYERS`."""
     heat_weight: Real
     age_weight: Real
-    heat_decay: Share
+    heat_decay: Decay
     bias: Annotated[list[Real], Meta(min_length=1, max_length=limits.EXPERTS)] | None = None
     """One number for each expert of the layer; None is all zeros, and the only choice for `ALL_LAYERS`."""
 
