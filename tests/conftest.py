@@ -1,7 +1,8 @@
-"""What every test may use."""
+"""What every test may use, and what no test may do: reach for the network."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,19 @@ import pytest
 import zoo
 
 ZooModel = Callable[[str], Path]
+
+# Before anything imports vLLM or transformers, and inherited by every process that a test starts.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests for a GPU skip themselves where there is none."""
+    if Path("/dev/nvidiactl").exists():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
 
 @pytest.fixture(scope="session")

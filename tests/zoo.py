@@ -119,6 +119,7 @@ def _glm4_moe(**overrides: Any) -> Any:
 def _qwen3_next(**overrides: Any) -> Any:
     from transformers import Qwen3NextConfig
 
+    # The CPU's kernel for linear attention computes heads of 64 and 128, not of 32.
     shape = {
         "num_hidden_layers": 3,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -130,8 +131,8 @@ def _qwen3_next(**overrides: Any) -> Any:
         "num_experts_per_tok": 4,
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
     }
     return Qwen3NextConfig(**_SMALL | shape | overrides)
 
