@@ -88,20 +88,10 @@ def kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 _PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    type,
+    *(type(None), bool, int, float, complex, str, bytes, Enum, type),
+    *(torch.dtype, torch.device, torch.Size),
+    *(FunctionType, MethodType),
 )
-_CODE = (FunctionType, MethodType)
 
 
 def _walk(
@@ -112,7 +102,7 @@ def _walk(
             raise _unknown(layer, path, value)
         yield path, value.data
         return
-    if isinstance(value, _PLAIN) or isinstance(value, _CODE) or id(value) in visited:
+    if isinstance(value, _PLAIN) or id(value) in visited:
         return
     visited.add(id(value))
     if isinstance(value, dict):
@@ -174,6 +164,6 @@ def per_expert(
 
 def _refuse(layer: Any, name: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{layer.layer_name}: {name} of {type(layer.quant_method).__name__} {why}, so experts cannot be paged one by one.",
+        f"{layer.layer_name}: {name} of {type(layer.quant_method).__name__} {why}, so it cannot be paged by expert.",
         'Choose another kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
     )

@@ -62,7 +62,7 @@ class HostStore:
                 raise BusyError(
                     f"CUDA could not pin the host expert store: {start / 2**30:.1f} of "
                     f"{self.nbytes / 2**30:.1f} GiB were registered, then error {code}.",
-                    "Check `ulimit -l` (LimitMEMLOCK=infinity under systemd) and free RAM; WSL2 pins only a part of RAM.",
+                    "Check `ulimit -l` (under systemd LimitMEMLOCK=infinity) and free RAM; WSL2 pins but a part.",
                 )
             self._registered.append(address)
 

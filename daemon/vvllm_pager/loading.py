@@ -22,6 +22,7 @@ from vvllm_shared.board import Phase
 from vvllm_shared.errors import CheckpointError, UnsupportedError, VvllmError
 
 if TYPE_CHECKING:
+    from vvllm_pager.paging import Paging
     from vvllm_pager.routed_experts import PagedExperts
 
 Raw = dict[str, torch.Tensor]
@@ -32,14 +33,19 @@ class LayerLoader:
 
     Args:
         layer: the container, its raw parameters created and not yet loaded.
+        paging: the engine's.
+
+    Raises:
+        UnsupportedError: a kernel that takes no expert ids.
     """
 
-    def __init__(self, layer: PagedExperts) -> None:
+    def __init__(self, layer: PagedExperts, paging: Paging) -> None:
         self._layer = layer
+        self._paging = paging
         method = layer.quant_method
         if method.is_monolithic:
             raise UnsupportedError(
-                f"{layer.layer_name}: {type(method).__name__} routes inside its kernel, so its experts cannot be paged.",
+                f"{layer.layer_name}: {type(method).__name__} routes inside its kernel and cannot be paged.",
                 'Choose a modular kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
             )
         self._process: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
@@ -57,7 +63,7 @@ class LayerLoader:
         experts = self._arrived.setdefault((id(param), shard_id), set())
         whole_stack = loaded.dim() == param.dim() or expert_id is None
         experts.update(range(self._layer.experts) if whole_stack else [expert_id])  # type: ignore[list-item]
-        board = self._layer.paging.board
+        board = self._paging.board
         board.add("bytes_done", loaded.nbytes)
         board.add("progress")
 
@@ -73,10 +79,10 @@ class LayerLoader:
         """What vLLM calls once per layer after all tensors have arrived; the second call finds nothing to do."""
         if self._done:
             return
-        paging = self._layer.paging
+        paging = self._paging
         try:
             if self._layer is paging.layers[0]:
-                _plan_layers(paging.layers)
+                _plan_layers(paging)
             self._refuse_missing()
             self._fill_store()
         except VvllmError as error:
@@ -114,7 +120,7 @@ class LayerLoader:
         method.moe_kernel = None
         method.moe_quant_config = None
         layer.moe_config.num_local_experts = layer.local_num_experts = layer.global_num_experts = count
-        with torch.device(layer.paging.device):
+        with torch.device(self._paging.device):
             method.create_weights(
                 layer=layer,
                 num_experts=count,
@@ -148,8 +154,7 @@ class LayerLoader:
         return layout
 
     def _fill_store(self) -> None:
-        layer, raw = self._layer, self.raw()
-        paging = layer.paging
+        layer, raw, paging = self._layer, self.raw(), self._paging
         assert paging.store is not None  # noqa: S101  # planned with the first layer
         paging.board.set("phase", Phase.PROCESSING)
         records = paging.store.take(layer.experts, layer.layout.record_bytes)
@@ -173,15 +178,15 @@ class LayerLoader:
             layer.pool.poison()
 
 
-def _plan_layers(layers: list[PagedExperts]) -> None:
+def _plan_layers(paging: Paging) -> None:
     """Learn every layer's layout (once per shape) and size the slots."""
     known: dict[Any, BundleLayout] = {}
-    for layer in layers:
+    for layer in paging.layers:
         raw = layer.loader.raw()
         shape = (type(layer.quant_method), layer.top_k, *((n, t.shape, t.dtype) for n, t in raw.items()))
         if shape not in known:
             known[shape] = layer.loader.probe()
         layer.layout = known[shape]
-    slots = layers[0].paging.plan_slots([layer.layout for layer in layers])
-    for layer in layers:
+    slots = paging.plan_slots([layer.layout for layer in paging.layers])
+    for layer in paging.layers:
         layer.slots = min(slots, layer.experts)

@@ -17,6 +17,7 @@ from vvllm_shared.residency import Plan, Wave, plan_step
 from vvllm_shared.residency.page_table import Ints
 
 if TYPE_CHECKING:
+    from vvllm_pager.paging import Paging
     from vvllm_pager.routed_experts import PagedExperts
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,10 +29,12 @@ class HostResolver:
 
     Args:
         layer: the container; its pool and sizes are set when the layer is loaded.
+        paging: the engine's.
     """
 
-    def __init__(self, layer: PagedExperts) -> None:
+    def __init__(self, layer: PagedExperts, paging: Paging) -> None:
         self._layer = layer
+        self._paging = paging
         self._warm = False
 
     def run(
@@ -46,7 +49,7 @@ class HostResolver:
         Returns:
             [T, H].
         """
-        layer, paging = self._layer, self._layer.paging
+        layer, paging = self._layer, self._paging
         table = layer.pool.table
         warm_up = kernel.is_warm_up()
         ids = self._read_ids(topk_ids)
@@ -111,8 +114,8 @@ class HostResolver:
         for wave in plan.waves:
             self._load(wave)
             # No more rows a call than a stock call has tokens: vLLM's workspaces are sized for those.
-            for at in range(0, max(len(wave.pairs), 1), self._layer.paging.max_rows):
-                chosen = wave.pairs[at : at + self._layer.paging.max_rows]
+            for at in range(0, max(len(wave.pairs), 1), self._paging.max_rows):
+                chosen = wave.pairs[at : at + self._paging.max_rows]
                 pairs = torch.from_numpy(chosen).to(x.device)
                 slots = wave.slot_ids[at : at + len(chosen)].reshape(-1, 1)
                 slot_ids, pair_weights = _slot_ids(slots, flat_weights[pairs], ids)
@@ -124,7 +127,7 @@ class HostResolver:
         return kernel.add_partials(partials.view(len(x), top_k, -1))
 
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
-        layer, board = self._layer, self._layer.paging.board
+        layer, board = self._layer, self._paging.board
         board.add("progress")
         board.add("hits", plan.hits)
         board.add("misses", plan.misses)
@@ -132,8 +135,8 @@ class HostResolver:
         board.add("pair_waves" if plan.by_pairs else "token_waves", len(plan.waves) - 1)
         if layer.index == 0:
             board.add("steps")
-        if layer.paging.trace is not None:
-            layer.paging.trace.observe(step, layer.index, ids)
+        if self._paging.trace is not None:
+            self._paging.trace.observe(step, layer.index, ids)
 
 
 def _slot_ids(slots: Ints, weights: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

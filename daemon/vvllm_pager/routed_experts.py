@@ -57,17 +57,17 @@ class PagedExperts(torch.nn.Module):
         self.weights = Weights()
         self.index = paging.adopt(self)
         try:
-            self.loader = LayerLoader(self)
+            self.loader = LayerLoader(self, paging)
         except VvllmError as error:
             paging.board.refuse(error)
             raise
-        self._resolver = HostResolver(self)
+        self._resolver = HostResolver(self, paging)
 
     def weight_loader(
         self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """vLLM's loader, and a note of what arrived."""
-        result = super().weight_loader(param, loaded_weight, *args, **kwargs)  # type: ignore[misc]
+        result = super().weight_loader(param, loaded_weight, *args, **kwargs)
         if self.paging is not None and result is not False:
             named = dict(zip(("weight_name", "shard_id", "expert_id"), args, strict=False)) | kwargs
             self.loader.arrived(param, loaded_weight, named["shard_id"], named.get("expert_id"))
@@ -85,9 +85,9 @@ class PagedExperts(torch.nn.Module):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RoutedExperts.forward_modular`; the ids are experts, the kernel gets slots."""
-        stock = super().forward_modular  # type: ignore[misc]
+        stock = super().forward_modular
         if self.paging is None:
-            return stock(x, topk_weights, topk_ids, shared_experts, shared_experts_input)  # type: ignore[no-any-return]
+            return stock(x, topk_weights, topk_ids, shared_experts, shared_experts_input)
         # vLLM reads the shared experts here only for all-to-all back ends (modular_kernel.py:1379), which need
         # expert parallelism: refused.
         return self._resolver.run(x, topk_weights, topk_ids, stock)

@@ -99,7 +99,8 @@ class PageTable:
         slot_score = np.where(occupied, score[owner], -np.inf)
         slot_score[occupied & keep[owner]] = np.inf
         order = np.argsort(slot_score, kind="stable")[:count].astype(np.int32)
-        assert len(order) == count and not np.any(np.isposinf(slot_score[order])), (  # noqa: S101
+        found = int(np.count_nonzero(~np.isposinf(slot_score[order])))
+        assert found == count, (  # noqa: S101
             f"{count} victims wanted of {self.slots} slots, {int(keep.sum())} experts needed"
         )
         return order
