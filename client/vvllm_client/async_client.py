@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -186,4 +187,12 @@ class _Connection:
 async def _open(address: Address) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if isinstance(address, TcpAddress):
         return await asyncio.open_connection(address.name, address.port)
-    return await asyncio.open_unix_connection(address.path)
+    # A Unix socket connects at once or not at all; asyncio would take "its queue is full" for "in progress".
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connected.setblocking(False)
+        connected.connect(str(address.path))
+        return await asyncio.open_unix_connection(sock=connected)
+    except BaseException:
+        connected.close()
+        raise

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 PROG = "vvllm-client"
 
 _EPILOG = """\
-What is piped in comes before the prompt, separated by a blank line. Only the answer goes to stdout; reasoning,
-numbers and errors go to stderr. Ctrl-C aborts the request in the daemon too.
+What is piped in comes before the prompt, separated by a blank line. Only the answer goes to stdout;
+reasoning, numbers and errors go to stderr. Ctrl-C aborts the request in the daemon too.
 
-The daemon is looked for at --socket, else $VVLLM_HOST (unix:///PATH or http://127.0.0.1:PORT), else the user's
-runtime directory, then /run/vvllm-ms/http.sock.
+The daemon is looked for at --socket, else $VVLLM_HOST (unix:///PATH or http://127.0.0.1:PORT), else in the
+user's runtime directory, then at /run/vvllm-ms/http.sock.
 
 exit codes: 0 ok, 1 generation failed, 2 usage, 65 bad input, 69 no daemon, 70 internal, 75 busy or loading,
 77 not allowed, 78 bad $VVLLM_HOST, 130 interrupted, 141 stdout closed
