@@ -8,14 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from vvllm_msd.http_connection import Arrival, HttpLimits
+from vvllm_msd.http_connection import Arrival, HeadersTooLargeError, HttpLimits, SlowRequestError
 from vvllm_shared.errors import BadRequestError, GenerationError, TooLargeError, VvllmError
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
-
-LEAVE_SECONDS = 2.0
-"""How long an application may take to notice that its client is gone before it is cancelled."""
 
 _TYPED_ERRORS = ("/v1/messages", "/v1/responses")
 """APIs whose streams name their events; OpenAI's older ones send bare data and end with [DONE]."""
@@ -52,6 +49,17 @@ class Exchange:
 
     # The request
 
+    def check_headers(self) -> None:
+        """h11 bounds only headers that have not arrived as a whole.
+
+        Raises:
+            HeadersTooLargeError: request line and headers are over their limit.
+        """
+        line = len(self.scope["raw_path"]) + len(self.scope["query_string"])
+        size = line + sum(len(name) + len(value) + 4 for name, value in self.scope["headers"])
+        if size > self._bounds.header_bytes:
+            raise HeadersTooLargeError(self._bounds.header_bytes)
+
     async def read_body(self) -> bool:
         """Read the request to its end, within its bounds; False when the client left meanwhile.
 
@@ -77,9 +85,7 @@ class Exchange:
                         self._body = bytes(body)
                         return True
         except TimeoutError:
-            raise SlowRequestError(
-                f"The request's body took longer than {self._bounds.read_seconds:g} s."
-            ) from None
+            raise SlowRequestError(self._bounds.read_seconds) from None
 
     def _declared_length(self) -> int:
         """h11 has checked that it is a number, and that there is one at most."""
@@ -87,11 +93,11 @@ class Exchange:
 
     # The application
 
-    async def run(self, app: Any, patience: float = LEAVE_SECONDS) -> BaseException | None:
+    async def run(self, app: Any, patience: float | None = None) -> BaseException | None:
         """Let `app` answer; where it does not, answer for it.
 
         The client's leaving, or `abort`, reaches `app` as `http.disconnect` at once; an app that does not end
-        within `patience` seconds then is cancelled.
+        within `patience` seconds then (by default `bounds.leave_seconds`) is cancelled.
 
         Returns:
             What `app` raised.
@@ -102,7 +108,9 @@ class Exchange:
         try:
             await asyncio.wait({inner, over}, return_when=asyncio.FIRST_COMPLETED)
             if not inner.done():
-                await asyncio.wait({inner}, timeout=patience)
+                await asyncio.wait(
+                    {inner}, timeout=self._bounds.leave_seconds if patience is None else patience
+                )
         finally:
             for task in (watcher, over, inner):
                 task.cancel()
@@ -110,7 +118,7 @@ class Exchange:
         failure = None if inner.cancelled() else inner.exception()
         # A client that does not read holds this up no longer; its connection is cut then.
         with suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_SECONDS):
+            async with asyncio.timeout(self._bounds.leave_seconds):
                 await self._make_whole(failure)
         return failure
 
@@ -192,12 +200,6 @@ class Exchange:
             self.sent_bytes += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
         await self._send(message)
-
-
-class SlowRequestError(BadRequestError):
-    """A request that does not arrive in time."""
-
-    code, http_status = "too_slow", 408
 
 
 def _told(failure: BaseException | None) -> VvllmError:

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import uvicorn
 
 from vvllm_msd.events import Event, EventHub
-from vvllm_msd.exchange import Exchange, Scope, SlowRequestError
-from vvllm_msd.http_connection import DEFAULT_LIMITS, HttpConnection, HttpLimits, Peer
+from vvllm_msd.exchange import Exchange, Scope
+from vvllm_msd.http_connection import DEFAULT_LIMITS, HttpConnection, HttpLimits, Peer, SlowRequestError
 from vvllm_shared import logs
 from vvllm_shared.errors import BadRequestError, BusyError, PermissionDeniedError, VvllmError
 
@@ -163,6 +163,7 @@ class Gateway:
             )
 
     async def _answer(self, exchange: Exchange) -> None:
+        exchange.check_headers()
         if not self._admits(exchange.arrival.peer):
             raise PermissionDeniedError(
                 "You are not allowed to use this daemon.", "Ask its owner to add you to the socket's group."
@@ -190,7 +191,8 @@ class Gateway:
             return
         with self._counted(exchange):
             failure = await exchange.run(app)
-        if isinstance(failure, Exception):
+        # The traceback of a RecursionError takes seconds to format, and says nothing.
+        if isinstance(failure, Exception) and not isinstance(failure, RecursionError):
             self._log.error("application raised", path=exchange.path, exc_info=failure)
 
     @contextmanager

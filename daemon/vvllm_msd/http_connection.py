@@ -24,7 +24,7 @@ from vvllm_shared import limits
 from vvllm_shared.errors import BadRequestError, BusyError, TooLargeError, VvllmError
 
 _SO_PEERGROUPS = 59  # asm-generic/socket.h; Python has no name for it
-_GROUPS_BYTES = 4 * 65_536  # NGROUPS_MAX gid_t
+_GROUPS_BYTES = 1024  # the most that Python's getsockopt takes: 256 groups
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,29 @@ class HttpLimits:
     read_seconds: float = limits.READ_SECONDS
     write_stall_seconds: float = limits.WRITE_STALL_SECONDS
     connections: int = limits.CONNECTIONS
+    leave_seconds: float = 2.0
+    """How long an application may take to notice that its client is gone before it is cancelled."""
 
 
 DEFAULT_LIMITS = HttpLimits()
+
+
+class HeadersTooLargeError(TooLargeError):
+    """Request line and headers over their limit."""
+
+    http_status = 431
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request's headers are over the limit of {limit} bytes.", "Send less.")
+
+
+class SlowRequestError(BadRequestError):
+    """A request that does not arrive in time."""
+
+    code, http_status = "too_slow", 408
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request took longer than {seconds:g} s to arrive.", "Send it at once.")
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,10 @@ class Peer:
             OSError: the kernel does not say.
         """
         pid, uid, gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+        try:
+            raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES)
+        except OSError:  # ERANGE: more groups than fit
+            raw = b""
         return cls(pid, uid, frozenset((gid, *struct.unpack(f"{len(raw) // 4}I", raw))))
 
 
@@ -74,11 +97,11 @@ class Arrival:
     began: float
 
 
-def raw_response(error: VvllmError, status: int, *headers: str) -> bytes:
+def raw_response(error: VvllmError, *headers: str) -> bytes:
     """A whole HTTP/1.1 answer for a connection that ends with it."""
     body = json.dumps(error.as_json()).encode()
     lines = [
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        f"HTTP/1.1 {error.http_status} {HTTPStatus(error.http_status).phrase}",
         "content-type: application/json",
         f"content-length: {len(body)}",
         "connection: close",
@@ -101,7 +124,7 @@ class HttpConnection(H11Protocol):
         if len(self.connections) >= self._bounds.connections:
             self.transport = transport
             error = BusyError(f"All {self._bounds.connections} connections of the daemon are in use.")
-            self._refuse(error, 503, "retry-after: 1")
+            self._refuse(error, "retry-after: 1")
             return
         super().connection_made(transport)
         # With a mark of zero "writing is paused" means "the client has not read what was sent".
@@ -149,8 +172,7 @@ class HttpConnection(H11Protocol):
         """The request is not complete in time. Where its exchange runs, that one answers (same deadline)."""
         self._read_timer = None
         if self.conn.their_state is h11.IDLE:
-            seconds = self._bounds.read_seconds
-            self._refuse(BadRequestError(f"The request's headers took longer than {seconds:g} s."), 408)
+            self._refuse(SlowRequestError(self._bounds.read_seconds))
         elif self.cycle.response_complete:
             self.transport.close()
 
@@ -173,11 +195,10 @@ class HttpConnection(H11Protocol):
             return
         cause = sys.exc_info()[1]
         if isinstance(cause, h11.RemoteProtocolError) and cause.error_status_hint == 431:
-            limit = self._bounds.header_bytes
-            self._refuse(TooLargeError(f"The request's headers are over the limit of {limit} bytes."), 431)
+            self._refuse(HeadersTooLargeError(self._bounds.header_bytes))
         else:
-            self._refuse(BadRequestError(f"The request is not valid HTTP/1.1: {cause}."), 400)
+            self._refuse(BadRequestError(f"The request is not valid HTTP/1.1: {cause}."))
 
-    def _refuse(self, error: VvllmError, status: int, *headers: str) -> None:
-        self.transport.write(raw_response(error, status, *headers))
+    def _refuse(self, error: VvllmError, *headers: str) -> None:
+        self.transport.write(raw_response(error, *headers))
         self.transport.close()
