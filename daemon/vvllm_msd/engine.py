@@ -1,0 +1,352 @@
+"""The one place where the daemon touches vLLM's front end, all of it private API.
+
+`RunningEngine` is one engine from its first process to its last: vLLM's `AsyncLLM`, whose EngineCore child owns the
+device, and vLLM's OpenAI application on top of it. vllm is imported inside the functions, because it reads its
+environment on import (see `set_environment`) and takes ten seconds. `tests/engine/test_vllm_contract_frontend.py`
+fails by name when a vLLM release changes what is used here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import importlib.util
+import multiprocessing
+import os
+from argparse import Namespace
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from vvllm_shared import PINNED_VLLM
+from vvllm_shared.board import ENV as BOARD_ENV
+from vvllm_shared.board import Board
+from vvllm_shared.errors import ConfigError, EngineDiedError, UnsupportedError, VvllmError
+from vvllm_shared.limits import GIB
+from vvllm_shared.messages import LayerShape
+
+WORKER_EXTENSION = "vvllm_pager.worker.PagerWorker"
+_STOP_SECONDS = 3.0
+"""How long an engine may take to end by itself before it is killed."""
+_OURS = {
+    "model": "model",
+    "served_model_name": "the directory's name",
+    "worker_extension_cls": "the pager's",
+    "worker_cls": "the pager's",
+    "max_num_seqs": "server.max_num_seqs",
+    "max_model_len": "server.max_model_len",
+    "reasoning_parser": "server.reasoning_parser",
+    "tool_call_parser": "server.tool_parser",
+    "enable_auto_tool_choice": "server.tool_parser",
+}
+"""Engine options that have a key or a value of their own here."""
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to start.
+
+    Attributes:
+        model: directory of the checkpoint.
+        name: the model's name in the API.
+        expert_cache: the pager's options, {"slots": n} or {"cache_gb": x}.
+        fingerprint: names the checkpoint for the policy's profiles.
+        options: the daemon's choices, fields of `AsyncEngineArgs` and of vLLM's front end.
+        user_options: the configuration's `[engine]` table, which overrides `options`.
+    """
+
+    model: Path
+    name: str
+    expert_cache: Mapping[str, int | float]
+    fingerprint: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    user_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] = os.environ) -> None:
+    """What vLLM and its processes read from the environment. Call it before vllm is imported.
+
+    What the user may choose is only a default here. The rest is ours: a forked engine would inherit the daemon's
+    listening socket and lock, and ipc files belong into the private directory.
+    """
+    env.update(
+        {
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_RPC_BASE_PATH": str(rpc_dir),
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            BOARD_ENV: f"/proc/{os.getpid()}/fd/{board_fd}",
+        }
+    )
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    # A large model may load for longer than vLLM's 10 minutes; the daemon shows the progress instead.
+    env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "86400")
+    if importlib.util.find_spec("flashinfer") is None:
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def kill_engine_processes() -> None:
+    """SIGKILL what multiprocessing started from here, which also frees a start that hangs.
+
+    That is EngineCore; its own children asked the kernel to die with it (see `vvllm_msd.cli`).
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+
+
+class DeathRecord:
+    """Latches that the engine died and why. Stands in for the uvicorn server that vLLM tells to exit then."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.cause = ""
+
+    def record(self, cause: str) -> None:
+        """Note the first cause."""
+        self.cause = self.cause or cause
+        self.event.set()
+
+    @property
+    def should_exit(self) -> bool:
+        """uvicorn's name: vLLM's handlers set it when a request meets a dead engine."""
+        return self.event.is_set()
+
+    @should_exit.setter
+    def should_exit(self, value: bool) -> None:
+        if value:
+            self.record("a request met a dead engine")
+
+
+class RunningEngine:
+    """One live engine. Made by `start`; `stop` must be awaited, whatever became of it.
+
+    Attributes:
+        app: vLLM's OpenAI application (ASGI), its lifespan entered.
+        death: set once when the engine is gone.
+        layers: the paged layers.
+    """
+
+    def __init__(self, llm: Any, thread: ThreadPoolExecutor) -> None:
+        self._llm = llm
+        self._thread = thread
+        self._lifespan = contextlib.AsyncExitStack()
+        self._processes = multiprocessing.active_children()
+        self.death = DeathRecord()
+        self.app: Any = None
+        self.layers: tuple[LayerShape, ...] = ()
+
+    @classmethod
+    async def start(cls, spec: EngineSpec, board: Board) -> RunningEngine:
+        """Start the processes, load the model, check that it is paged and build the application.
+
+        When cancelled, the engine's processes are killed and nothing remains.
+
+        Raises:
+            ConfigError: vLLM refuses an option.
+            UnsupportedError: another vLLM, or a layer that is not paged.
+            EngineDiedError: the engine ended before it was ready; the pager's own refusal is raised as it is.
+        """
+        # vLLM's constructor blocks until the model is loaded, so it runs beside the event loop; what it needs of
+        # the loop (two tasks) it starts by itself with the first call from there. The thread is the engine's own
+        # and lives as long as it: a child that asked for PR_SET_PDEATHSIG gets the signal when the *thread* that
+        # forked it ends. vLLM installs signal handlers in its own processes only, none here.
+        thread = ThreadPoolExecutor(1, "engine")
+        try:
+            loop = asyncio.get_running_loop()
+            llm, args = await loop.run_in_executor(thread, _construct, spec, board)
+        except BaseException:
+            kill_engine_processes()
+            thread.shutdown(wait=False)
+            raise
+        engine = cls(llm, thread)
+        try:
+            engine._watch_processes()
+            await engine._check_paged(spec)
+            await engine._build_app(args)
+        except BaseException:
+            await engine.stop()
+            raise
+        return engine
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of vLLM's EngineCore."""
+        return self._processes[0].pid if self._processes else None
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that the engine still computes or has queued; not those whose answer only waits to be read."""
+        return int(self._llm.get_num_unfinished_requests())
+
+    async def rpc(self, method: str, *args: object) -> Any:
+        """Call `method` of the worker, between two steps of the model.
+
+        Raises:
+            EngineDiedError: instead of waiting for an engine that is gone.
+            VvllmError: the call failed in the worker.
+        """
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        dead = asyncio.ensure_future(self.death.event.wait())
+        try:
+            await asyncio.wait({call, dead}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise EngineDiedError(f"The engine died during {method}: {self.death.cause}.")
+            return call.result()[0]
+        except VvllmError:
+            raise
+        except Exception as error:
+            if self._llm.errored:
+                raise EngineDiedError(f"The engine is dead; {method} was not done.") from error
+            raise VvllmError(f"The engine's worker failed in {method}: {error}") from error
+        finally:
+            call.cancel()
+            dead.cancel()
+
+    def kill(self, cause: str) -> None:
+        """SIGKILL the engine's processes; `death` is set with `cause`."""
+        self.death.record(cause)
+        kill_engine_processes()
+
+    async def stop(self) -> None:
+        """End the application and the engine's processes, politely first."""
+        loop = asyncio.get_running_loop()
+        for process in self._processes:
+            loop.remove_reader(process.sentinel)
+        with contextlib.suppress(
+            Exception
+        ):  # a dead engine's application may fail to close; it is gone anyway
+            await self._lifespan.aclose()
+        await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
+        kill_engine_processes()
+        self._thread.shutdown(wait=False)
+
+    def _watch_processes(self) -> None:
+        loop = asyncio.get_running_loop()
+        for process in self._processes:
+
+            def ended(process: multiprocessing.process.BaseProcess = process) -> None:
+                loop.remove_reader(process.sentinel)
+                self.death.record(f"its process {process.name} (pid {process.pid}) ended")
+
+            loop.add_reader(process.sentinel, ended)
+
+    async def _check_paged(self, spec: EngineSpec) -> None:
+        """vLLM only logs a plugin that fails to load and then serves unpaged layers: ask the worker itself."""
+        report = await self.rpc("pager_report")
+        self.layers = msgspec.convert(report["layers"], tuple[LayerShape, ...])
+        if report["unpaged"]:
+            raise UnsupportedError(
+                f"{len(report['unpaged'])} MoE layers of {spec.model} are not paged, "
+                f"the first is {report['unpaged'][0]}.",
+                "This model's experts would fill the GPU; please report the model.",
+            )
+        if not self.layers:
+            raise UnsupportedError(
+                f"No layer of {spec.model} is paged: the pager was not loaded.",
+                "Unset VLLM_PLUGINS, or add vvllm_pager to it; vLLM's log above may name the reason.",
+            )
+
+    async def _build_app(self, args: Namespace) -> None:
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+
+        tasks = await self._llm.get_supported_tasks()
+        app = build_app(args, tasks, self._llm.model_config)
+        await init_app_state(self._llm, app.state, args, tasks)
+        app.state.server = self.death
+        await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+        self.app = app
+
+
+def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
+    """The engine and the front end's arguments. Blocks until the model is loaded."""
+    import vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    if vllm.__version__.partition("+")[0] != PINNED_VLLM:
+        raise UnsupportedError(
+            f"vLLM {vllm.__version__} is installed, and the pager was verified with {PINNED_VLLM} only.",
+            f"Install vllm=={PINNED_VLLM}.",
+        )
+    engine_options, app_options = _split_options(spec)
+    try:
+        config = AsyncEngineArgs(**engine_options).create_engine_config()
+        args = _app_args(engine_options | app_options, config)
+    except VvllmError:
+        raise
+    except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError) as error:
+        raise ConfigError(f"vLLM refuses {spec.model}: {_reason(error)}") from error
+    try:
+        return AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats), args
+    except Exception as error:
+        raise board.refusal() or EngineDiedError(
+            f"The engine ended while it started: {_reason(error)}", "The lines above say why."
+        ) from error
+
+
+def _split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of `AsyncEngineArgs` and those of the front end, checked by name."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
+
+    engine_names = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
+    app_names = {f.name for f in dataclasses.fields(BaseFrontendArgs)}
+    for name in spec.user_options:
+        if name in _OURS:
+            raise ConfigError(f"engine.{name} is set by the daemon.", f"Use {_OURS[name]} for it.")
+        if name not in engine_names | app_names:
+            raise ConfigError(
+                f"vLLM {PINNED_VLLM} has no engine option {name}.", "Remove engine." + name + "."
+            )
+    given = {**spec.options, **spec.user_options}
+    additional = dict(given.pop("additional_config", {}))
+    if "expert_cache" in additional:
+        raise ConfigError(
+            "engine.additional_config has an expert_cache.", "Use cache.slots or cache.cache_gb."
+        )
+    _add_cpu_defaults(given)
+    engine = {name: value for name, value in given.items() if name in engine_names} | {
+        "model": str(spec.model),
+        "served_model_name": [spec.name],
+        "worker_extension_cls": WORKER_EXTENSION,
+        "additional_config": additional | {"expert_cache": dict(spec.expert_cache)},
+    }
+    return engine, {name: value for name, value in given.items() if name in app_names - engine_names}
+
+
+def _add_cpu_defaults(given: dict[str, Any]) -> None:
+    """Bound the KV cache on the CPU backend, whose own default is 92 % of the machine's memory."""
+    from vllm.platforms import current_platform
+
+    sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+    if current_platform.is_cpu() and not any(name in given for name in sizes):
+        given["kv_cache_memory_bytes"] = GIB
+
+
+def _app_args(options: Mapping[str, Any], config: Any) -> Namespace:
+    """The front end's arguments as `vllm serve` would have parsed them."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.launchers.launcher import validate_api_server_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
+    vars(args).update(options)
+    args.structured_outputs_config = config.structured_outputs_config  # has the reasoning parser's name
+    args.disable_fastapi_docs = True
+    validate_parsed_serve_args(args)
+    validate_api_server_args(args)
+    return args
+
+
+def _reason(error: Exception) -> str:
+    """One line of an exception; pydantic's own text has many."""
+    errors = getattr(error, "errors", None)
+    text = "; ".join(str(e["msg"]) for e in errors()) if callable(errors) else str(error)
+    return " ".join(text.split()) or type(error).__name__

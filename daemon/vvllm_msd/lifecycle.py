@@ -1,0 +1,251 @@
+"""The daemon's life: check everything, listen, keep an engine and a policy process, drain, leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+import traceback
+import uuid
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from vvllm_msd import demo_model
+from vvllm_msd.checkpoint import validate
+from vvllm_msd.config import DaemonConfig
+from vvllm_msd.engine import EngineSpec, RunningEngine, set_environment
+from vvllm_msd.engine_settings import engine_settings, read_facts
+from vvllm_msd.events import EventHub
+from vvllm_msd.gateway import Gateway
+from vvllm_msd.policy_link import PolicyLink
+from vvllm_msd.runtime_dir import RuntimeDir, runtime_dir
+from vvllm_msd.status import CacheStatus, PolicyStatus, Stage, Status
+from vvllm_msd.supervisor import Supervisor
+from vvllm_shared import PINNED_VLLM, logs
+from vvllm_shared.board import Board
+from vvllm_shared.errors import Exit, VvllmError
+from vvllm_shared.paths import runtime_paths, state_dir
+
+_COUNTERS = ("hits", "misses", "bytes_paged", "token_waves", "pair_waves", "steps")
+_POLICY = ("state", "pid", "name", "reason")
+
+
+class StopSignals:
+    """SIGTERM and SIGINT: the first asks the daemon to drain, any further one to hurry. Needs a running loop."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received)
+
+    def _received(self) -> None:
+        (self.hurry if self.asked.is_set() else self.asked).set()
+
+
+class Daemon:
+    """One run of the daemon in a prepared runtime directory. The gateway's backend.
+
+    Args:
+        config: what the user said.
+        spec: the engine to keep alive.
+        runtime: the locked directory with its listening socket.
+    """
+
+    def __init__(self, config: DaemonConfig, spec: EngineSpec, runtime: RuntimeDir) -> None:
+        self._config = config
+        self._spec = spec
+        self._runtime = runtime
+        self._log = logs.get()
+        self._began = time.monotonic()
+        self._boot_id = uuid.uuid4().hex
+        self._board, board_fd = Board.create()
+        set_environment(runtime.paths.rpc, board_fd)
+        self._events = EventHub()
+        self._gateway = Gateway(self, self._events, runtime.group)
+        traced = config.policy.name != "off"
+        self._supervisor = Supervisor(
+            spec,
+            config.server,
+            self._board,
+            self._boot_id,
+            f"ipc://{runtime.paths.traces}" if traced else None,
+            self,
+        )
+        self._policy = PolicyLink(
+            runtime.paths, config.policy.name, self._boot_id, self._supervisor.apply, self._log
+        )
+        self._draining = False
+
+    async def run(self) -> None:
+        """Serve until a signal says stop.
+
+        Raises:
+            VvllmError: the engine cannot be kept alive.
+        """
+        signals = StopSignals()
+        self._log.info("starting", model=str(self._spec.model), socket=str(self._runtime.paths.http))
+        async with self._gateway.listening(self._runtime.listener):
+            await self._policy.start()
+            supervising = asyncio.create_task(self._supervisor.run())
+            asked = asyncio.create_task(signals.asked.wait())
+            try:
+                await asyncio.wait({supervising, asked}, return_when=asyncio.FIRST_COMPLETED)
+                if not supervising.done():
+                    await self._drain(signals)
+            finally:
+                asked.cancel()
+                await self._stop_children(supervising)
+        self._log.info("stopped", uptime_s=round(time.monotonic() - self._began, 1))
+
+    async def _drain(self, signals: StopSignals) -> None:
+        """Let running requests end, for so long as configured or until a second signal."""
+        self._draining = True
+        self._log.info(
+            "draining", requests=self._gateway.in_flight, seconds=self._config.server.drain_seconds
+        )
+        self.changed()
+        draining = asyncio.create_task(self._gateway.drain(self._config.server.drain_seconds))
+        hurry = asyncio.create_task(signals.hurry.wait())
+        try:
+            await asyncio.wait({draining, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            if not draining.done():
+                draining.cancel()
+                await self._gateway.drain(0)
+        finally:
+            hurry.cancel()
+
+    async def _stop_children(self, supervising: asyncio.Task[NoReturn]) -> None:
+        """End engine and policy process, side by side.
+
+        Raises:
+            VvllmError: what the supervisor ended with.
+        """
+        supervising.cancel()
+        _, ended = await asyncio.gather(self._policy.stop(), supervising, return_exceptions=True)
+        if isinstance(ended, Exception):
+            raise ended
+
+    # The gateway's backend
+
+    @property
+    def app(self) -> object | None:
+        """vLLM's application, while an engine serves."""
+        engine = self._supervisor.engine
+        return engine.app if engine else None
+
+    def status(self) -> Mapping[str, object]:
+        """The state of this moment."""
+        supervisor = self._supervisor
+        engine, progress, error = supervisor.engine, supervisor.progress, supervisor.last_error
+        policy = self._policy.status()
+        return Status(
+            stage=Stage.DRAINING if self._draining else progress.stage,
+            model=self._spec.name,
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            detail=progress.detail,
+            progress=progress.fraction,
+            generation=supervisor.generation,
+            engine_pid=engine.pid if engine else None,
+            uptime_s=round(time.monotonic() - self._began, 1),
+            requests=self._gateway.in_flight,
+            cache=self._cache_status(engine),
+            policy=msgspec.convert({name: policy[name] for name in _POLICY}, PolicyStatus),
+            versions={"vvllm-ms": version("vvllm-ms"), "vllm": PINNED_VLLM},
+            error=error.as_json()["error"] if error else None,
+        ).as_json()
+
+    def _cache_status(self, engine: RunningEngine | None) -> CacheStatus:
+        counters = self._board.read()
+        counted = {name: counters[name] for name in _COUNTERS}
+        if engine is None:
+            return CacheStatus(**counted)
+        first = engine.layers[0]
+        return CacheStatus(len(engine.layers), first.experts, first.slots, first.bundle_bytes, **counted)
+
+    # The supervisor's surroundings
+
+    def changed(self) -> None:
+        """Show the status to the readers of `/vvllm/events`."""
+        self._events.publish({"type": "status", **self.status()})
+
+    def engine_ready(self, engine: RunningEngine) -> None:
+        """The policy may advise."""
+        self._policy.set_engine(list(engine.layers), self._spec.fingerprint)
+
+    def engine_gone(self) -> None:
+        """The policy has nobody to advise."""
+        self._policy.engine_gone()
+
+    async def abort_requests(self, cause: VvllmError) -> None:
+        """Tell every client that waits for the engine."""
+        await self._gateway.abort(cause)
+
+    def clear_files(self) -> None:
+        """Remove vLLM's ipc files; it leaves them behind when it is killed."""
+        for path in self._runtime.paths.rpc.iterdir():
+            path.unlink(missing_ok=True)
+
+
+def serve(config: DaemonConfig) -> int:
+    """Run the daemon until a signal stops it. Whatever can be refused is refused before it costs anything.
+
+    Once vLLM may have been loaded this ends the process itself and does not return.
+
+    Raises:
+        VvllmError: the checkpoint, the configuration or the runtime directory is refused.
+    """
+    logs.set_up("vvllm-msd", config.log.level, config.log.json)
+    spec = _engine_spec(config)
+    with runtime_dir(runtime_paths()) as runtime:
+        code = _run(config, spec, runtime)
+    # Not sys.exit: that waits for a thread that may be importing vLLM for another ten seconds, and the libraries
+    # then print what they think they leaked. Everything of ours is closed.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _engine_spec(config: DaemonConfig) -> EngineSpec:
+    """What to start, after the checkpoint and the configuration have been checked against each other."""
+    demo = config.model == "demo"
+    model = demo_model.ensure(state_dir() / "demo") if demo else Path(config.model).absolute()
+    checkpoint = validate(model)
+    settings = engine_settings(config, read_facts(model, checkpoint.experts, checkpoint.top_k))
+    log = logs.get()
+    for warning in settings.warnings:
+        log.warning("warning", sentence=warning)
+    for setting in settings.settings:
+        log.info("setting", name=setting.name, value=setting.value, source=setting.source)
+    return EngineSpec(
+        model=model,
+        name="demo" if demo else model.name,
+        expert_cache=settings.expert_cache,
+        fingerprint=checkpoint.fingerprint,
+        options=settings.options,
+        user_options=config.engine,
+    )
+
+
+def _run(config: DaemonConfig, spec: EngineSpec, runtime: RuntimeDir) -> int:
+    try:
+        asyncio.run(_async_run(config, spec, runtime))
+    except VvllmError as error:
+        print(f"vvllm-msd: {error}", file=sys.stderr)
+        return int(error.exit_code)
+    except Exception:
+        traceback.print_exc()
+        return int(Exit.INTERNAL)
+    return int(Exit.OK)
+
+
+async def _async_run(config: DaemonConfig, spec: EngineSpec, runtime: RuntimeDir) -> None:
+    await Daemon(config, spec, runtime).run()
