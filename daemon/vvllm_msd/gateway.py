@@ -79,9 +79,8 @@ class Gateway:
         self._group = group
         self._bounds = bounds
         self._draining = False
-        self._running: set[Exchange] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._running: dict[Exchange, asyncio.Event] = {}
+        """What the engine's application answers now, and the event of its end."""
         self._log = logs.get()
 
     @property
@@ -124,7 +123,7 @@ class Gateway:
         self._draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._idle.wait()
+                await self._ended()
         left = self.in_flight
         await self.abort(BusyError("The daemon is stopping; it ended this request.", "Try it again later."))
         return left
@@ -133,7 +132,12 @@ class Gateway:
         """End every running request with `cause`, and wait until their applications have ended."""
         for exchange in self._running:
             exchange.abort(cause)
-        await self._idle.wait()
+        await self._ended()
+
+    async def _ended(self) -> None:
+        """The requests that run now have ended. Later ones are not waited for."""
+        for ended in list(self._running.values()):
+            await ended.wait()
 
     # ASGI
 
@@ -197,14 +201,12 @@ class Gateway:
 
     @contextmanager
     def _counted(self, exchange: Exchange) -> Iterator[None]:
-        self._running.add(exchange)
-        self._idle.clear()
+        ended = self._running[exchange] = asyncio.Event()
         try:
             yield
         finally:
-            self._running.discard(exchange)
-            if not self._running:
-                self._idle.set()
+            del self._running[exchange]
+            ended.set()
 
     async def _refuse_for_now(self, exchange: Exchange) -> None:
         status = self._backend.status()
