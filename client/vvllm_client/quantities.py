@@ -24,5 +24,5 @@ def duration(seconds: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one, with the digit that tells 99.9 % from all."""
-    return "-" if share is None else f"{share:.1%}".replace("%", " %")
+    """A share of one, with the digit that tells 99.9% from all."""
+    return "-" if share is None else f"{share:.1%}"

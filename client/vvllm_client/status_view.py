@@ -52,7 +52,7 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
 def _stage(status: Status) -> str:
     text = str(status.get("stage", "unknown"))
     if isinstance(progress := status.get("progress"), int | float):
-        text += f" {progress:.0%}".replace("%", " %")
+        text += f" {progress:.0%}"
     return f"{text}: {detail}" if (detail := status.get("detail")) else text
 
 

@@ -49,9 +49,10 @@ class Sink:
         try:
             self._stream.buffer.write(text.encode("utf-8", "replace"))
             self._stream.buffer.flush()
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            _discard(self._stream)
+            if isinstance(error, BrokenPipeError):
+                raise
             raise GenerationError(
                 f"The output cannot be written: {error.strerror}.", "Free space, or send it elsewhere."
             ) from None
@@ -81,6 +82,10 @@ def guarded(prog: str, command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard(sys.stdout)
         return CLOSED_PIPE
+
+
+def _discard(stream: TextIO) -> None:
+    """Lead what is left in a stream's buffer nowhere: the interpreter flushes it at its end, and would complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -47,12 +47,12 @@ def popen(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
     started: list[subprocess.Popen[bytes]] = []
 
     def start(
-        command: str, *args: str, env: dict[str, str] | None = None, before: str = "", **options: Any
+        command: str, *args: str | bytes, env: dict[str, str] | None = None, before: str = "", **options: Any
     ) -> subprocess.Popen[bytes]:
-        line = [str(BIN / command), *args]
+        line: list[str | bytes] = [str(BIN / command), *args]
         if before:  # Python to run in the process before it becomes the command
             become = f"import os, sys\n{before}\nos.execv(sys.argv[1], sys.argv[1:])"
-            line = [sys.executable, "-S", "-c", become, *line]
+            line: list[str | bytes] = [sys.executable, "-S", "-c", become, *line]
         settings = {
             "stdin": subprocess.DEVNULL,
             "stdout": subprocess.PIPE,
@@ -74,11 +74,16 @@ def popen(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
 def run(popen: Callable[..., subprocess.Popen[bytes]]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run an installed command to its end, its output as text; `stdin` is bytes to pipe in."""
 
-    def finish(command: str, *args: str, stdin: bytes | None = None, **options: Any) -> Any:
-        if stdin is not None:
-            options["stdin"] = subprocess.PIPE
+    def finish(
+        command: str,
+        *args: str | bytes,
+        stdin: bytes | None = None,
+        stdin_file: int = subprocess.DEVNULL,
+        **options: Any,
+    ) -> Any:
+        options["stdin"] = subprocess.PIPE if stdin is not None else stdin_file
         process = popen(command, *args, **options)
         out, err = process.communicate(stdin, timeout=30)
-        return subprocess.CompletedProcess(args, process.returncode, out.decode(), err.decode())
+        return subprocess.CompletedProcess(args, process.returncode, (out or b"").decode(), err.decode())
 
     return finish

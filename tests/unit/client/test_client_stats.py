@@ -52,4 +52,4 @@ def test_numbers_for_people() -> None:
         "5.0 TiB",
     ]
     assert [duration(s) for s in (0, 59.9, 3725, 90_000)] == ["0 s", "59 s", "1 h 2 min", "1 d 1 h"]
-    assert [percent(x) for x in (None, 0.0, 0.9994)] == ["-", "0.0 %", "99.9 %"]
+    assert [percent(x) for x in (None, 0.0, 0.9994)] == ["-", "0.0%", "99.9%"]

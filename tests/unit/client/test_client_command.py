@@ -1,0 +1,484 @@
+"""`vvllm-client` as users run it: the installed command, a real socket, real pipes, signals and terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_daemon import HELLO, WAIT, Connection, ScriptedDaemon, answer, chunk, refusal, usage
+
+from vvllm_shared.errors import BusyError, EngineDiedError, PermissionDeniedError, UnsupportedError
+
+CHAT, RAW = "/v1/chat/completions", "/v1/completions"
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Popen = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def prompt_of(daemon: ScriptedDaemon) -> Any:
+    return daemon.chats[-1]["messages"][-1]["content"]
+
+
+# --- The answer
+
+
+def test_only_the_answer_is_on_stdout(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    done = run("vvllm-client", "hi")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "Hello", "")
+
+
+def test_reasoning_goes_to_stderr_plain_when_piped(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer([chunk(reasoning="Hm."), chunk("Yes"), chunk(finish="stop")])
+    done = run("vvllm-client", "hi", "--think")
+    assert (done.stdout, done.stderr) == ("Yes", "Hm.")
+    assert daemon.chats[0]["chat_template_kwargs"] == {"enable_thinking": True}
+
+
+def test_every_option_arrives(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    flags = [
+        "--no-think",
+        "--max-tokens=5",
+        "--temperature=0",
+        "--top-p=0.5",
+        "--seed=9",
+        "--stop=a",
+        "--stop=b",
+    ]
+    assert run("vvllm-client", "--system", "be brief", *flags, "hi").returncode == 0
+    assert daemon.chats == [
+        {
+            "model": "tiny-moe",
+            "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 5,
+            "temperature": 0.0,
+            "top_p": 0.5,
+            "seed": 9,
+            "stop": ["a", "b"],
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+    ]
+
+
+def test_raw_sends_the_prompt_as_it_is(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[RAW] = answer([{"model": "m", "choices": [{"text": " there", "finish_reason": "length"}]}])
+    done = run("vvllm-client", "--raw", stdin=b"Hello\n")
+    assert (done.returncode, done.stdout) == (0, " there")
+    assert daemon.chats[0]["prompt"] == "Hello\n"
+
+
+def test_a_pipe_gets_the_models_bytes_unchanged(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer([chunk("\x1b[31mré\x07\r\n"), chunk(finish="stop")])
+    assert run("vvllm-client", "hi", env={"LC_ALL": "C", "PYTHONUTF8": "0"}).stdout == "\x1b[31mré\x07\r\n"
+
+
+# --- The prompt
+
+
+def test_stdin_comes_before_the_prompt(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    run("vvllm-client", "Summarise this.", stdin="a täxt\n".encode())
+    assert prompt_of(daemon) == "a täxt\n\nSummarise this."
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], [""]])
+def test_stdin_alone_is_the_prompt(daemon: ScriptedDaemon, run: Run, arguments: list[str]) -> None:
+    daemon.routes[CHAT] = answer()
+    assert run("vvllm-client", *arguments, stdin=b"hi\n").returncode == 0
+    assert prompt_of(daemon) == "hi\n"
+
+
+@pytest.mark.parametrize("before", ["", "os.close(0)"], ids=["null", "closed"])
+def test_a_prompt_needs_no_stdin(daemon: ScriptedDaemon, run: Run, before: str) -> None:
+    daemon.routes[CHAT] = answer()
+    done = run("vvllm-client", "hi", before=before)
+    assert (done.returncode, done.stdout) == (0, "Hello")
+    assert prompt_of(daemon) == "hi"
+
+
+def test_a_prompt_that_looks_like_an_option(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    assert run("vvllm-client", "--", "--help").returncode == 0
+    assert prompt_of(daemon) == "--help"
+
+
+@pytest.mark.parametrize("arguments", [[], ["-"], [""]])
+@pytest.mark.parametrize("before", ["", "os.close(0)"], ids=["null", "closed"])
+def test_no_prompt_at_all_is_a_mistake(run: Run, arguments: list[str], before: str) -> None:
+    done = run("vvllm-client", *arguments, before=before)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: vvllm-client")
+    assert "there is no prompt" in done.stderr
+
+
+def test_no_prompt_on_a_terminal_shows_help_and_does_not_wait(run: Run) -> None:
+    master, terminal = os.openpty()
+    try:
+        done = run("vvllm-client", stdin_file=terminal)
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert done.returncode == 2
+    assert "--max-tokens" in done.stderr
+
+
+def test_stdin_that_is_not_utf8_is_refused(daemon: ScriptedDaemon, run: Run) -> None:
+    done = run("vvllm-client", "hi", stdin=b"caf\xe9")
+    assert done.returncode == 65
+    assert "not UTF-8: byte 0xe9 at offset 3" in done.stderr
+    assert "iconv" in done.stderr
+    assert daemon.seen == []
+
+
+def test_an_argument_that_is_not_utf8_is_refused(daemon: ScriptedDaemon, run: Run) -> None:
+    done = run("vvllm-client", b"caf\xe9")
+    assert done.returncode == 65
+    assert "not valid Unicode" in done.stderr
+
+
+# --- Mistakes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--max-tokens", "0"],
+        ["--max-tokens", "-3"],
+        ["--max-tokens", "many"],
+        ["--temperature", "nan"],
+        ["--temperature", "-1"],
+        ["--top-p", "2"],
+        ["--seed", "-1"],
+        ["--stop", ""],
+        ["--raw", "--system", "x"],
+        ["--raw", "--think"],
+        ["--raw", "--no-think"],
+        ["--socket", ""],
+        ["--max-tok", "3"],
+        ["--wait", "3"],
+        ["second prompt"],
+    ],
+)
+def test_a_mistake_is_refused_before_anything_is_sent(
+    daemon: ScriptedDaemon, run: Run, arguments: list[str]
+) -> None:
+    done = run("vvllm-client", "hi", *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "vvllm-client: error: " in done.stderr
+    assert daemon.seen == []
+
+
+def test_a_vvllm_host_that_names_nothing(run: Run) -> None:
+    done = run("vvllm-client", "hi", env={"VVLLM_HOST": "127.0.0.1"})
+    assert done.returncode == 78
+    assert "VVLLM_HOST" in done.stderr
+
+
+# --- The four ways of not reaching the daemon
+
+
+def test_no_socket(run: Run, tmp_path: Path) -> None:
+    done = run("vvllm-client", "hi", "--socket", str(tmp_path / "none.sock"))
+    assert done.returncode == 69
+    assert f"No daemon is running: there is no socket at {tmp_path}/none.sock." in done.stderr
+    assert "vvllm-msd serve" in done.stderr
+
+
+def test_the_usual_places_are_named(run: Run, tmp_path: Path) -> None:
+    if Path("/run/vvllm-ms/http.sock").exists():
+        pytest.skip("a system-wide daemon is installed here")
+    done = run("vvllm-client", "hi")
+    assert done.returncode == 69
+    assert f"{tmp_path}/vvllm-ms/http.sock or /run/vvllm-ms/http.sock" in done.stderr
+
+
+def test_a_socket_that_a_dead_daemon_left(run: Run, tmp_path: Path) -> None:
+    path = tmp_path / "http.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    done = run("vvllm-client", "hi", "--socket", str(path))
+    assert done.returncode == 69
+    assert f"The socket {path} is there, but no daemon listens on it" in done.stderr
+
+
+DROP_ROOTS_RIGHTS = """
+import ctypes
+for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH; PR_CAPBSET_DROP
+    ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)
+"""
+
+
+def test_a_socket_that_is_forbidden(daemon: ScriptedDaemon, run: Run) -> None:
+    assert daemon.path is not None
+    daemon.path.chmod(0)
+    done = run("vvllm-client", "hi", before=DROP_ROOTS_RIGHTS)
+    assert done.returncode == 77
+    assert f"You are not allowed to use the daemon's socket {daemon.path}" in done.stderr
+    assert "usermod -aG vvllm-ms" in done.stderr
+
+
+LOADING = {
+    **BusyError("The model is not ready.").as_json(),
+    "status": {"stage": "loading", "progress": 0.42, "detail": "layer 20 of 48"},
+}
+
+
+def test_a_daemon_that_loads(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes["/v1/models"] = refusal(LOADING, 503, Retry_After="5")
+    done = run("vvllm-client", "hi")
+    assert done.returncode == 75
+    assert f"The daemon at {daemon.path} is loading the model (42%): layer 20 of 48." in done.stderr
+    assert "Try again in 5 s." in done.stderr
+
+
+# --- What goes wrong later
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        (refusal({"error": {"message": "Too long.", "code": 400}}, 400), 65),
+        (refusal({"error": {"message": "Too large."}}, 413), 65),
+        (refusal({"error": {"message": "No such field."}}, 422), 65),
+        (refusal(PermissionDeniedError("Not you.").as_json(), 403), 77),
+        (refusal({"error": {"message": "Full."}}, 429), 75),
+        (refusal(EngineDiedError("It died.").as_json(), 503), 70),
+        (refusal(UnsupportedError("Not here.").as_json(), 422), 78),
+        (refusal({"detail": "?"}, 500), 1),
+        (answer([chunk("Hel"), EngineDiedError("It died.", "Again.").as_json()]), 1),
+        (answer(HELLO, done=False), 1),
+        (answer([chunk("Hel")]), 1),
+        (lambda connection: None, 69),
+    ],
+)
+def test_the_exit_code_says_what_went_wrong(daemon: ScriptedDaemon, run: Run, script: Any, code: int) -> None:
+    daemon.routes[CHAT] = script
+    done = run("vvllm-client", "hi")
+    assert done.returncode == code
+    assert done.stderr.startswith("vvllm-client: ")
+    done = run("vvllm-client", "hi", "--json")
+    *_, error, end = map(json.loads, done.stdout.splitlines())
+    assert (done.returncode, done.stderr) == (code, "")
+    assert error["type"] == "error"
+    assert error["error"]["message"]
+    assert end == {"type": "end", "finish_reason": None, "exit_code": code}
+
+
+def test_an_error_after_a_part_of_the_answer(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer(
+        [chunk("Hel"), EngineDiedError("The engine died.", "Send it again.").as_json()]
+    )
+    done = run("vvllm-client", "hi")
+    assert (done.returncode, done.stdout) == (1, "Hel")
+    assert done.stderr == "vvllm-client: The engine died.\n  Send it again.\n"
+
+
+def endless(closed: threading.Event) -> Callable[[Connection], None]:
+    def script(connection: Connection) -> None:
+        connection.start_stream()
+        connection.send_event(chunk("Hel"))
+        if connection.wait_closed():
+            closed.set()
+
+    return script
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_ctrl_c_closes_the_connection(daemon: ScriptedDaemon, popen: Popen, options: list[str]) -> None:
+    closed = threading.Event()
+    daemon.routes[CHAT] = endless(closed)
+    # A test run in the background may ignore SIGINT, and children inherit that.
+    process = popen("vvllm-client", "hi", *options, before="import signal; signal.signal(2, signal.SIG_DFL)")
+    assert process.stdout is not None
+    first = process.stdout.read(3) if not options else process.stdout.readline() + process.stdout.readline()
+    assert b"Hel" in first
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 130
+    assert err == b""
+    assert closed.wait(WAIT)
+    assert out == b"" or json.loads(out) == {"type": "end", "finish_reason": None, "exit_code": 130}
+
+
+def test_ctrl_c_while_nothing_has_come_yet(daemon: ScriptedDaemon, popen: Popen) -> None:
+    asked, closed = threading.Event(), threading.Event()
+
+    def script(connection: Connection) -> None:
+        asked.set()
+        if connection.wait_closed():
+            closed.set()
+
+    daemon.routes[CHAT] = script
+    process = popen("vvllm-client", "hi", before="import signal; signal.signal(2, signal.SIG_DFL)")
+    assert asked.wait(WAIT)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(WAIT) == 130
+    assert closed.wait(WAIT)
+
+
+def test_a_closed_pipe_is_quiet_and_aborts(daemon: ScriptedDaemon, popen: Popen) -> None:
+    closed = threading.Event()
+
+    def script(connection: Connection) -> None:
+        connection.start_stream()
+        connection.send_event(chunk("Hel"))
+        try:
+            while not reader_gone.wait(0.01):
+                pass
+            for _ in range(1000):
+                connection.send_event(chunk("lo"))
+                closed.wait(0.01)
+        except OSError:
+            closed.set()
+
+    reader_gone = threading.Event()
+    daemon.routes[CHAT] = script
+    process = popen("vvllm-client", "hi")
+    assert process.stdout is not None
+    assert process.stdout.read(3) == b"Hel"
+    process.stdout.close()
+    reader_gone.set()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(WAIT) == 141
+    assert closed.wait(WAIT)
+
+
+def test_a_full_disk_is_told(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    with open("/dev/full", "wb") as full:
+        done = run("vvllm-client", "hi", stdout=full)
+    assert done.returncode == 1
+    assert "cannot be written: No space left on device" in done.stderr
+
+
+# --- For programs and for the curious
+
+
+def test_json_lines(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer(
+        [chunk(reasoning="Hm\x1b"), chunk("Yes"), chunk("."), chunk(finish="length"), usage(5, 3)]
+    )
+    done = run("vvllm-client", "hi", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    times = lines[4].pop("first_token_s"), lines[4].pop("tokens_per_s")
+    assert all(value > 0 for value in times)
+    assert lines == [
+        {"type": "start", "schema": 1, "model": "tiny-moe", "id": "chatcmpl-1"},
+        {"type": "token", "channel": "reasoning", "text": "Hm\x1b"},
+        {"type": "token", "channel": "answer", "text": "Yes"},
+        {"type": "token", "channel": "answer", "text": "."},
+        {
+            "type": "usage",
+            "prompt_tokens": 5,
+            "completion_tokens": 3,
+            "cache": {"hits": 30, "misses": 10, "hit_rate": 0.75, "bytes_paged": 10 << 20},
+        },
+        {"type": "end", "finish_reason": "length", "exit_code": 0},
+    ]
+
+
+def test_stats_go_to_stderr(daemon: ScriptedDaemon, run: Run) -> None:
+    daemon.routes[CHAT] = answer()
+    done = run("vvllm-client", "hi", "--stats")
+    assert done.stdout == "Hello"
+    first, second = done.stderr.splitlines()
+    assert first.startswith("first token 0.")
+    assert first.endswith(" tok/s · 5 prompt + 3 completion tokens")
+    assert second == "cache 30 hits, 10 misses (75.0% hits) · 10.0 MiB paged in"
+
+
+def test_a_plain_vllm_answers_too(tcp_daemon: ScriptedDaemon, run: Run) -> None:
+    tcp_daemon.routes[CHAT] = answer()
+    tcp_daemon.routes["/vvllm/status"] = refusal({"detail": "Not Found"}, 404)
+    port = tcp_daemon.listener.getsockname()[1]
+    done = run("vvllm-client", "hi", "--stats", env={"VVLLM_HOST": f"http://127.0.0.1:{port}"})
+    assert (done.returncode, done.stdout) == (0, "Hello")
+    assert "cache: no numbers" in done.stderr
+
+
+# --- On a terminal
+
+
+def on_a_terminal(popen: Popen, *arguments: str, **env: str) -> tuple[int, str]:
+    """Exit code and what the screen got, stdout and stderr together."""
+    master, terminal = os.openpty()
+    process = popen(
+        "vvllm-client", *arguments, stdout=terminal, stderr=terminal, env={"TERM": "xterm", **env}
+    )
+    os.close(terminal)
+    screen = b""
+    with os.fdopen(master, "rb", buffering=0) as reader:
+        try:
+            while data := reader.read(65536):
+                screen += data
+        except OSError:  # EIO: the last writer is gone
+            pass
+    return process.wait(WAIT), screen.decode().replace("\r\n", "\n")
+
+
+HOSTILE = [
+    chunk(reasoning="\x1b]0;t\x07Hm"),
+    chunk("\x1b[2J\x9b1mYes\x08\x7f\r"),
+    chunk("\tok", finish="stop"),
+]
+
+
+def test_the_model_cannot_drive_the_terminal(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer(HOSTILE)
+    assert on_a_terminal(popen, "hi") == (0, "\x1b[2m]0;tHm\x1b[22m\n[2J1mYes\tok\n")
+
+
+def test_no_color(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer(HOSTILE)
+    assert on_a_terminal(popen, "hi", NO_COLOR="1") == (0, "]0;tHm\n[2J1mYes\tok\n")
+
+
+def test_an_error_starts_on_a_line_of_its_own(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer([chunk("Hel"), EngineDiedError("It \x1bdied.", "Again.").as_json()])
+    assert on_a_terminal(popen, "hi") == (1, "Hel\nvvllm-client: It died.\n  Again.\n")
+
+
+def test_a_cut_answer_is_told_to_a_person(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer([chunk("Hel\n", finish="length")])
+    code, screen = on_a_terminal(popen, "hi", "--max-tokens", "1", NO_COLOR="1")
+    assert (code, screen) == (0, "Hel\n[cut at the token limit; --max-tokens sets it]\n")
+
+
+# --- Help
+
+
+def test_help_names_every_option_and_exit_code(run: Run) -> None:
+    done = run("vvllm-client", "--help")
+    assert done.returncode == 0
+    options = [
+        "--system",
+        "--raw",
+        "--think, --no-think",
+        "--max-tokens",
+        "--temperature",
+        "--top-p",
+        "--seed",
+    ]
+    for word in [*options, "--stop", "--json", "--stats", "--socket", "$VVLLM_HOST", "141 stdout closed"]:
+        assert word in done.stdout
+
+
+def test_help_into_a_closed_pipe_is_quiet(run: Run) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb", buffering=0) as gone:
+        done = run("vvllm-client", "--help", stdout=gone)
+    assert (done.returncode, done.stderr) == (141, "")
