@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import weakref
 
 import torch
 
@@ -33,6 +34,8 @@ class HostStore:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._used = 0
         self._registered: list[int] = []
+        # Before the mapping goes: CUDA would take its address range for registered when the next one gets it.
+        self._unregister = weakref.finalize(self, _unregister, self._registered)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +61,7 @@ class HostStore:
             address = self._bytes.data_ptr() + start
             code = int(cudart.cudaHostRegister(address, length, 0))
             if code != 0:
-                self.close()
+                self._unregister()
                 raise BusyError(
                     f"CUDA could not pin the host expert store: {start / 2**30:.1f} of "
                     f"{self.nbytes / 2**30:.1f} GiB were registered, then error {code}.",
@@ -66,8 +69,7 @@ class HostStore:
                 )
             self._registered.append(address)
 
-    def close(self) -> None:
-        """Unregister; the memory itself goes with the last tensor that views it."""
-        cudart = torch.cuda.cudart() if self._registered else None
-        while self._registered:
-            cudart.cudaHostUnregister(self._registered.pop())  # type: ignore[union-attr]
+
+def _unregister(addresses: list[int]) -> None:
+    while addresses:
+        torch.cuda.cudart().cudaHostUnregister(addresses.pop())

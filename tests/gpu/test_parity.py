@@ -1,0 +1,27 @@
+"""On a real GPU: Triton's kernels, pinned memory, copies in stream order. Eager, since paging is host-driven."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from parity import LONG, MEDIUM, SHORT, ask, prompt  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+BATCHES = [[SHORT], [MEDIUM], [LONG], [prompt(4 + 3 * i, 10 + i) for i in range(4)]]
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2", "qwen3_next"]
+)
+def test_tokens_and_logprobs_equal_stock(family: str, zoo_model: Callable[[str], Path]) -> None:
+    """Decode, token waves and pair waves: on the GPU the partial results are rows that stock has too."""
+    model = zoo_model(family)
+    reference = ask(model, family, BATCHES, None)
+    for slots in (4, 8):
+        assert ask(model, family, BATCHES, {"slots": slots, "poison": True}) == reference, slots
