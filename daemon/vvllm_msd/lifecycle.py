@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import signal
 import sys
@@ -221,7 +222,7 @@ def _engine_spec(config: DaemonConfig) -> EngineSpec:
     checkpoint = validate(model)
     settings = engine_settings(config, read_facts(model, checkpoint.experts, checkpoint.top_k))
     log = logs.get()
-    for warning in settings.warnings:
+    for warning in (*checkpoint.warnings, *settings.warnings):
         log.warning("warning", sentence=warning)
     for setting in settings.settings:
         log.info("setting", name=setting.name, value=setting.value, source=setting.source)
@@ -229,10 +230,18 @@ def _engine_spec(config: DaemonConfig) -> EngineSpec:
         model=model,
         name="demo" if demo else model.name,
         expert_cache=settings.expert_cache,
-        fingerprint=checkpoint.fingerprint,
+        fingerprint=_fingerprint(model),
         options=settings.options,
         user_options=config.engine,
     )
+
+
+def _fingerprint(model: Path) -> str:
+    """Names a checkpoint by its config and the sizes of its weight files."""
+    digest = hashlib.sha256((model / "config.json").read_bytes())
+    for file in sorted(model.glob("*.safetensors")):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def _run(config: DaemonConfig, spec: EngineSpec, runtime: RuntimeDir) -> int:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from vvllm_msd.status import Stage
 from vvllm_shared.board import Phase
-from vvllm_shared.limits import GIB
+from vvllm_shared.limits import GIB, MIB
 
 _LOG_SECONDS = 5.0
 _BAR_CELLS = 30
@@ -30,9 +30,7 @@ def read_progress(counters: Mapping[str, int]) -> Progress:
     phase = counters["phase"]
     if phase == Phase.LOADING:
         done, total = counters["bytes_done"], counters["bytes_total"]
-        return Progress(
-            Stage.LOADING, _fraction(done, total), f"{done / GIB:.1f} of {total / GIB:.1f} GiB of experts"
-        )
+        return Progress(Stage.LOADING, _fraction(done, total), f"{_size(done)} of {_size(total)} of experts")
     if phase == Phase.PROCESSING:
         done, total = counters["layers_done"], counters["layers_total"]
         return Progress(Stage.PROCESSING, _fraction(done, total), f"{done} of {total} layers")
@@ -45,11 +43,16 @@ def _fraction(done: int, total: int) -> float | None:
     return min(1.0, done / total) if total else None
 
 
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
+
+
 class LoadDisplay:
     """Shows the load's progress to whoever reads stderr.
 
     Args:
-        log: gets an `engine_loading` event with each new stage and every few seconds, unless a person watches.
+        log: gets an `engine_loading` event with each new stage and every few seconds of progress, unless a person
+            watches.
         out: a terminal there gets one line, redrawn in place.
     """
 
@@ -57,7 +60,7 @@ class LoadDisplay:
         self._log = log
         self._out = out
         self._terminal = out.isatty()
-        self._stage: Stage | None = None
+        self._logged: Progress | None = None
         self._logged_at = 0.0
 
     def show(self, progress: Progress) -> None:
@@ -67,8 +70,9 @@ class LoadDisplay:
             self._out.flush()
             return
         now = time.monotonic()
-        if progress.stage != self._stage or now - self._logged_at >= _LOG_SECONDS:
-            self._stage, self._logged_at = progress.stage, now
+        new_stage = self._logged is None or progress.stage != self._logged.stage
+        if new_stage or (progress != self._logged and now - self._logged_at >= _LOG_SECONDS):
+            self._logged, self._logged_at = progress, now
             self._log.info(
                 "engine_loading",
                 stage=progress.stage,
