@@ -7,7 +7,7 @@ which is this one, before anything else.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,10 +16,16 @@ from pathlib import Path
 from vvllm_shared.errors import Exit, UsageError, VvllmError
 from vvllm_shared.processes import die_with_parent
 
-if (_parent := multiprocessing.parent_process()) is not None and _parent.pid is not None:
-    # We are an engine process, seconds before its own code runs: torch and vllm are still to be imported. From
-    # here on it cannot outlive the process that started it, even if that one is killed during those imports.
-    die_with_parent(_parent.pid)
+_PARENT = "_VVLLM_PARENT"
+"""Variable with the pid of the process that spawns others: one that starts after its end must notice."""
+
+if "__mp_main__" in sys.modules:
+    # multiprocessing's name for its parent's main module: we are an engine process, seconds before its own code
+    # runs, with torch and vllm still to be imported. From here on it cannot outlive the process that started it,
+    # even if that one is killed during those imports. multiprocessing.parent_process() is not set so early, hence
+    # the variable.
+    die_with_parent(int(os.environ[_PARENT]) if _PARENT in os.environ else None)
+    os.environ[_PARENT] = str(os.getpid())
 
 _FLAGS = (
     ("--model", "model", "DIR", 'directory of the checkpoint, or "demo" for the embedded model'),
@@ -35,6 +41,7 @@ _FLAGS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit code (see `vvllm_shared.errors.Exit`)."""
+    os.environ[_PARENT] = str(os.getpid())
     try:
         args = _parse(argv)
         return int(args.run(args))
@@ -118,7 +125,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from vvllm_msd import lifecycle
     from vvllm_msd.config import Given, load
 
     flags = {flag.dest: flag.option_strings[0] for flag in args.known.values()}
@@ -132,7 +138,11 @@ def _serve(args: argparse.Namespace) -> int:
         if not equals:
             raise UsageError(f"--engine {option} has no value.", "Write --engine NAME=VALUE.")
         given.append(Given(f"engine.{name}", value, "flag", "--engine"))
-    return lifecycle.serve(load(given, args.config))
+    config = load(given, args.config)
+
+    from vvllm_msd import lifecycle
+
+    return lifecycle.serve(config)
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -189,7 +189,7 @@ def _from_file(file: Path | None, env: Mapping[str, str]) -> list[Given]:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"The configuration file {path} cannot be read: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"The configuration file {path} is not TOML: {error}.", "Correct it there."
         ) from error
@@ -235,10 +235,13 @@ def _convert(given: Given) -> Any:
             f"Unknown key {given.key} ({given.where}).",
             did_you_mean(given.key, known) or f"Known are: {', '.join(known)}.",
         )
+    kind = KEYS[given.key]
     try:
-        return msgspec.convert(given.value, KEYS[given.key], strict=not given.text)
+        return msgspec.convert(given.value, kind, strict=not given.text)
     except msgspec.ValidationError as error:
         expected = str(error).replace("`", "").replace("Expected", "expected")
+        if get_origin(kind) is Literal:
+            expected = f"expected one of {', '.join(get_args(kind))}"
         raise ConfigError(
             f"{given.key} = {given.value!r} ({given.where}) has a wrong value: {expected}.",
             "Correct it there.",
@@ -248,7 +251,7 @@ def _convert(given: Given) -> Any:
 def _toml_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
 
 

@@ -35,6 +35,10 @@ class Family:
     reasoning: Named
     tools: Named
 
+    def has(self, model_type: str) -> bool:
+        """`model_type` is one of these, or a variant ("glm4_moe" has "glm4_moe_lite")."""
+        return any(f"{model_type}_".startswith(f"{known}_") for known in self.model_types)
+
 
 FAMILIES = {
     "qwen3": Family(
@@ -161,7 +165,7 @@ def _parser(chosen: str | None, facts: ModelFacts, named: Callable[[Family], Nam
     """The parser that the configuration chose, else the family's."""
     if chosen is not None:
         return None if chosen == "off" else chosen
-    family = next((f for f in FAMILIES.values() if facts.model_type.startswith(f.model_types)), None)
+    family = next((f for f in FAMILIES.values() if f.has(facts.model_type)), None)
     candidates = named(family) if family else ()
     return next((parser for text, parser in candidates if text in facts.chat_template), None)
 

@@ -1,0 +1,161 @@
+"""What the engine is started with: defaults, sizes, and the parsers of each family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vvllm_msd.config import DaemonConfig, Given, load
+from vvllm_msd.engine_settings import ModelFacts, engine_settings, read_facts
+from vvllm_shared.errors import CheckpointError, ConfigError
+
+FACTS = ModelFacts("qwen3_moe", experts=128, top_k=8, max_model_len=262_144)
+
+
+def config(**keys: str) -> DaemonConfig:
+    given = [Given(key.replace("__", "."), value, "flag", key) for key, value in keys.items()]
+    return load([Given("model", "/m", "flag", "--model"), *given], env={})
+
+
+def test_defaults_for_small_cards() -> None:
+    settings = engine_settings(config(), FACTS)
+    assert settings.options == {
+        "language_model_only": True,
+        "max_num_seqs": 4,
+        "max_model_len": 32_768,
+        "enforce_eager": True,
+    }
+    assert settings.expert_cache == {"slots": 24}
+    assert settings.warnings == ()
+
+
+def test_a_model_with_fewer_positions() -> None:
+    assert engine_settings(config(), ModelFacts("x", 16, 2, 4096)).options["max_model_len"] == 4096
+    assert engine_settings(config(), ModelFacts("x", 16, 2, None)).options["max_model_len"] == 32_768
+
+
+def test_all_is_printed_with_its_source() -> None:
+    settings = engine_settings(
+        config(server__max_num_seqs="2", engine__seed="7", cache__cache_gb="2.5"), FACTS
+    )
+    printed = {setting.name: (setting.value, setting.source) for setting in settings.settings}
+    assert printed["max_num_seqs"] == (2, "flag")
+    assert printed["seed"] == (7, "flag")
+    assert printed["cache_gb"] == (2.5, "flag")
+    assert printed["max_model_len"] == (32_768, "default")
+    assert printed["enforce_eager"] == (True, "default")
+
+
+def test_an_override_is_printed_once() -> None:
+    settings = engine_settings(config(engine__enforce_eager="false"), FACTS)
+    printed = [(s.value, s.source) for s in settings.settings if s.name == "enforce_eager"]
+    assert printed == [(False, "flag")]
+
+
+def test_capture_sizes_are_given_only_where_graphs_are_on() -> None:
+    assert "cudagraph_capture_sizes" not in engine_settings(config(), FACTS).options
+    options = engine_settings(config(engine__enforce_eager="false"), FACTS).options
+    assert options["cudagraph_capture_sizes"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("slots", "says"),
+    [("7", "each token of this model needs 8 experts"), ("129", "this model has 128 experts")],
+)
+def test_slots_that_cannot_work(slots: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        engine_settings(config(cache__slots=slots), FACTS)
+
+
+@pytest.mark.parametrize(("slots", "warned"), [("8", True), ("23", True), ("24", False), ("128", False)])
+def test_few_slots_are_warned_about(slots: str, warned: bool) -> None:
+    settings = engine_settings(config(cache__slots=slots), FACTS)
+    assert settings.expert_cache == {"slots": int(slots)}
+    assert bool(settings.warnings) == warned
+
+
+def test_a_model_with_few_experts_can_have_them_all() -> None:
+    settings = engine_settings(config(), ModelFacts("mixtral", 8, 4, None))
+    assert (settings.expert_cache, settings.warnings) == ({"slots": 8}, ())
+
+
+def test_vision() -> None:
+    with pytest.raises(ConfigError, match="no vision part"):
+        engine_settings(config(server__vision="true"), FACTS)
+    seeing = ModelFacts("qwen3_5_moe", 128, 8, None, multimodal=True)
+    assert engine_settings(config(server__vision="true"), seeing).options["language_model_only"] is False
+
+
+@pytest.mark.parametrize(
+    ("model_type", "template", "reasoning", "tools"),
+    [
+        ("qwen3_moe", "<think> <tool_call>", "qwen3", "hermes"),
+        ("qwen3_moe", "<tool_call>", None, "hermes"),  # an instruct model: it does not think
+        ("qwen3_moe", "<tool_call> <function=", None, "qwen3_coder"),
+        ("qwen3_next", "<think>", "qwen3", None),
+        ("qwen3_5_moe", "<think> <function=", "qwen3", "qwen3_coder"),
+        ("gemma4", "", "gemma4", "gemma4"),
+        ("deepseek_v3", "<think>", "deepseek_r1", None),
+        ("deepseek_v3", "thinking <think> <｜tool▁call▁begin｜>", "deepseek_v3", "deepseek_v31"),  # noqa: RUF001
+        ("deepseek_v3", "<｜tool▁call▁begin｜> ```json", None, "deepseek_v3"),  # noqa: RUF001
+        ("deepseek_v32", "", "deepseek_v3", "deepseek_v32"),
+        ("gpt_oss", "", "openai_gptoss", "openai"),
+        ("glm4_moe", "<think> <tool_call>", "glm45", "glm45"),
+        ("mixtral", "<think> <tool_call>", None, None),
+        ("qwen3_moe", "", None, None),
+    ],
+)
+def test_parsers(model_type: str, template: str, reasoning: str | None, tools: str | None) -> None:
+    options = engine_settings(config(), ModelFacts(model_type, 128, 8, None, template)).options
+    assert options.get("reasoning_parser") == reasoning
+    assert options.get("tool_call_parser") == tools
+    assert options.get("enable_auto_tool_choice", False) == (tools is not None)
+
+
+def test_parsers_can_be_chosen_and_switched_off() -> None:
+    thinking = ModelFacts("qwen3_moe", 128, 8, None, "<think> <tool_call>")
+    options = engine_settings(
+        config(server__reasoning_parser="off", server__tool_parser="hf"), thinking
+    ).options
+    assert "reasoning_parser" not in options
+    assert options["tool_call_parser"] == "hf"
+
+
+# Reading the facts
+
+
+def checkpoint(directory: Path, **files: object) -> Path:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    return directory
+
+
+def test_facts_of_a_text_model(tmp_path: Path) -> None:
+    checkpoint(tmp_path, config={"model_type": "qwen3_moe", "max_position_embeddings": 100})
+    assert read_facts(tmp_path, 128, 8) == ModelFacts("qwen3_moe", 128, 8, 100)
+
+
+def test_facts_of_a_multimodal_model(tmp_path: Path) -> None:
+    text = {"model_type": "qwen3_5_moe_text", "max_position_embeddings": 7}
+    checkpoint(tmp_path, config={"model_type": "qwen3_5_moe", "text_config": text, "vision_config": {}})
+    facts = read_facts(tmp_path, 256, 8)
+    assert (facts.model_type, facts.max_model_len, facts.multimodal) == ("qwen3_5_moe", 7, True)
+
+
+def test_every_form_of_chat_template_is_found(tmp_path: Path) -> None:
+    checkpoint(tmp_path, config={}, tokenizer_config={"chat_template": "one"})
+    assert "one" in read_facts(tmp_path, 1, 1).chat_template
+    variants = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
+    checkpoint(tmp_path, tokenizer_config={"chat_template": variants})
+    (tmp_path / "chat_template.jinja").write_text("four", encoding="utf-8")
+    for text in ("two", "three", "four"):
+        assert text in read_facts(tmp_path, 1, 1).chat_template
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000])
+def test_a_damaged_configuration(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        read_facts(tmp_path, 1, 1)
