@@ -47,6 +47,7 @@ class _Session:
     address: bytes
     epoch: int = 0
     """Of the hello that it was sent; 0 before."""
+    greeted_at: float = 0.0
     seq: int = -1
     live: bool = False
     """It has spoken in this epoch, and not been silent for long since."""
@@ -235,11 +236,7 @@ class PolicyLink:
             ProtocolError: advice for what the engine does not have.
         """
         if isinstance(message, Ready):
-            if self._session is None:
-                self._silent_ticks = 0
-            self._reason = "no heartbeat yet" if self._layers else "no engine runs"
-            self._session = _Session(address)
-            self._greet()
+            self._welcome(address)
         elif self._is_current(message, address):
             if isinstance(message, Advise):
                 self._check(message)
@@ -250,6 +247,16 @@ class PolicyLink:
             self._silent_ticks = (
                 0  # without an engine there is no epoch to speak in: any word is a sign of life
             )
+
+    def _welcome(self, address: bytes) -> None:
+        session = self._session
+        if session is None:
+            self._silent_ticks = 0
+        elif session.address == address and time.monotonic() - session.greeted_at < self._timing.heartbeat:
+            return  # it was on its way when the hello was
+        self._reason = "no heartbeat yet" if self._layers else "no engine runs"
+        self._session = _Session(address)
+        self._greet()
 
     def _is_current(self, message: Heartbeat | Advise, address: bytes) -> bool:
         """Whether it belongs to this epoch and comes after all before it; if so, the process lives."""
@@ -284,7 +291,7 @@ class PolicyLink:
         if not (self._session and self._layers and self._socket):
             return
         self._epoch += 1
-        self._session = _Session(self._session.address, self._epoch)
+        self._session = _Session(self._session.address, self._epoch, time.monotonic())
         hello = Hello(PROTOCOL, self._boot_id, self._epoch, self._fingerprint, self._layers)
         self._socket.send(self._session.address, hello)
 

@@ -45,13 +45,12 @@ class DaemonLink:
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.socket.connect(ipc.endpoint(path))
 
-    def watch(self) -> None:
-        """Take one event of the connection: greet at once where one is made, forget the session where one breaks."""
-        event = recv_monitor_message(self.monitor)["event"]
-        if event == zmq.EVENT_DISCONNECTED:
+    def watch(self) -> bool:
+        """Take one event of the connection: True where one was made; where one broke, the session is over."""
+        made = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if not made:
             self.hello = None
-        else:
-            self.beat()
+        return made
 
     def receive(self) -> Hello | None:
         """Take one waiting message: the hello that begins a session, or None.

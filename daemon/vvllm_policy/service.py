@@ -65,11 +65,11 @@ class Service:
         poller = zmq.Poller()
         for socket in (self._link.monitor, self._link.socket, self._traces.socket):
             poller.register(socket, zmq.POLLIN)
-        beat_at = time.monotonic()
+        beat_at = time.monotonic() + HEARTBEAT_SECONDS
         while True:
             ready = dict(poller.poll(max(0, math.ceil((beat_at - time.monotonic()) * 1000))))
-            if self._link.monitor in ready:
-                self._link.watch()
+            if self._link.monitor in ready and self._link.watch():
+                beat_at = time.monotonic()
             if self._link.socket in ready and (hello := self._link.receive()):
                 self._begin(hello)
             if self._traces.socket in ready:
