@@ -1,0 +1,147 @@
+"""What `config.json` says of a model's experts, in the many words that families have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vvllm_msd.checkpoint.files import read_json
+from vvllm_shared import limits
+from vvllm_shared.errors import CheckpointError, UnsupportedError
+
+_TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
+_EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+_TOP_K = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "top_k_experts",
+    "moe_topk",
+    "moe_top_k",
+    "moe_k",
+    "experts_per_token",
+)
+_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+_ALL_LAYERS = frozenset({"mixtral", "olmoe", "gpt_oss"})
+"""Families whose every layer has experts, and whose configs have no word for it."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The part of a model's configuration that says which experts its files must hold."""
+
+    architecture: str
+    model_type: str
+    layers: int
+    """Layers of the language model, without those for multi-token prediction."""
+    experts: int
+    top_k: int
+    moe_layers: frozenset[int] | None
+    """Layers that have experts; None where this family's rule is not known here."""
+    dtype: str | None
+    quantization: str | None
+    auto_map: bool
+    """Whether the config asks for Python code of its own."""
+
+
+def read_model_config(directory: Path) -> ModelConfig:
+    """Read `config.json` in `directory`.
+
+    Raises:
+        CheckpointError: it is missing, not JSON, or contradicts itself.
+        UnsupportedError: it describes no Mixture-of-Experts model.
+    """
+    path = directory / "config.json"
+    whole = read_json(path)
+    text = next((whole[key] for key in _TEXT_CONFIGS if isinstance(whole.get(key), dict)), whole)
+    architectures = whole.get("architectures")
+    architecture = _text(architectures[0] if isinstance(architectures, list) and architectures else None)
+    experts = _number(path, text, _EXPERTS, limits.EXPERTS)
+    if experts is None:
+        raise UnsupportedError(
+            f"{directory} is not a Mixture-of-Experts model: its config.json ({architecture}) names no experts.",
+            "Choose a Mixture-of-Experts model; vLLM alone serves the others.",
+        )
+    layers = _number(path, text, _LAYERS, limits.LAYERS)
+    top_k = _number(path, text, _TOP_K, limits.TOP_K)
+    if layers is None or top_k is None:
+        missing = _LAYERS[0] if layers is None else _TOP_K[0]
+        raise CheckpointError(f"{path} has no {missing}.", "Take config.json from the model's source again.")
+    if top_k > experts:
+        raise CheckpointError(
+            f"{path} has {top_k} experts per token but only {experts} experts.",
+            "Take config.json from the model's source again.",
+        )
+    model_type = _text(text.get("model_type") or whole.get("model_type"))
+    dtype = text.get("dtype") or text.get("torch_dtype") or whole.get("dtype") or whole.get("torch_dtype")
+    return ModelConfig(
+        architecture=architecture,
+        model_type=model_type,
+        layers=layers,
+        experts=experts,
+        top_k=top_k,
+        moe_layers=_moe_layers(path, text, model_type, layers),
+        dtype=_text(dtype).removeprefix("torch.") if dtype else None,
+        quantization=_quantization(directory, whole, text),
+        auto_map="auto_map" in whole or "auto_map" in text,
+    )
+
+
+def _text(value: object) -> str:
+    """A word of the config as it can be shown: no control characters, not endless."""
+    word = str(value or "unknown")[:100]
+    return word if word.isprintable() else repr(word)
+
+
+def _number(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int | None:
+    """The first of `names` that the config sets; null and 0 mean absent, as dense variants of a family say it."""
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, list) and value:
+            value = value[0]  # Ernie has one number for each modality, all the same
+        if value is None or value == 0:
+            continue
+        if type(value) is not int or not 0 < value <= most:
+            raise CheckpointError(
+                f"{path} has the impossible value {str(value)[:40]!r} for {name} (1 to {most}).",
+                "Take config.json from the model's source again.",
+            )
+        return value
+    return None
+
+
+def _moe_layers(path: Path, config: dict[str, Any], model_type: str, layers: int) -> frozenset[int] | None:
+    """The layers that must have experts, by the rules of the families that are known; else None."""
+    try:
+        chosen = _by_rule(config, model_type, range(layers))
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise CheckpointError(
+            f"{path} has an impossible rule for which layers have experts.",
+            "Take config.json from the model's source again.",
+        ) from error
+    return None if chosen is None else frozenset(chosen)
+
+
+def _by_rule(config: dict[str, Any], model_type: str, layers: range) -> Iterable[int] | None:
+    if kinds := config.get("mlp_layer_types"):
+        return [layer for layer in layers if kinds[layer] == "sparse"]
+    frequency = config.get("moe_layer_freq") or 1
+    if isinstance(frequency, list):
+        return [layer for layer in layers if frequency[layer]]
+    if (dense := config.get("first_k_dense_replace")) is not None:
+        return [layer for layer in layers if layer >= dense and layer % frequency == 0]
+    if (step := config.get("decoder_sparse_step")) is not None:
+        dense_layers = config.get("mlp_only_layers") or []
+        return [layer for layer in layers if layer not in dense_layers and (layer + 1) % step == 0]
+    return layers if model_type in _ALL_LAYERS else None
+
+
+def _quantization(directory: Path, *configs: dict[str, Any]) -> str | None:
+    """The name of the quantization, as vLLM looks for it."""
+    for config in configs:
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := config.get(key), dict):
+                return _text(found.get("quant_method") or found.get("quant_algo"))
+    modelopt = directory / "hf_quant_config.json"
+    return "modelopt" if modelopt.is_file() else None
