@@ -6,6 +6,7 @@ import argparse
 import http.client
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,7 +27,8 @@ from vvllm_shared.processes import die_with_parent
 PROMPT = "Calculate 347 * 892 step by step"
 SLOTS = 8
 """Of the demo model's 32 experts per layer, so that there is something to page."""
-_LISTEN_SECONDS = 30.0
+_LISTEN_SECONDS = 120.0
+"""The daemon makes the model first."""
 _STOP_SECONDS = 40.0
 
 
@@ -44,11 +46,9 @@ def main(_args: argparse.Namespace) -> int:
         paths.check_lengths()
         with _daemon(paths) as daemon:
             _wait_until_ready(paths, daemon)
-            shown = subprocess.run(
-                [_script("vvllm-client"), "--stats", PROMPT, "--max-tokens", "64"],
-                env=_environment(paths),
-                check=False,
-            )
+            prompt = ["--stats", PROMPT, "--max-tokens", "64"]
+            print("$", shlex.join(["vvllm-client", *prompt]), flush=True)
+            shown = subprocess.run([_script("vvllm-client"), *prompt], env=_environment(paths), check=False)
             _show_cache(_get(paths, "/vvllm/status"))
     print("Stopped.", flush=True)
     return shown.returncode or daemon.returncode or int(Exit.OK)

@@ -154,7 +154,9 @@ class Gateway:
             await exchange.refuse(error)
         finally:
             peer = exchange.arrival.peer
-            self._log.info(
+            # Whoever watches the status asks many times a minute.
+            say = self._log.debug if exchange.path == "/vvllm/status" else self._log.info
+            say(
                 "request",
                 method=scope["method"],
                 path=exchange.path[:256],

@@ -167,7 +167,7 @@ def test_a_spawned_process_dies_with_the_daemon(tmp_path: Path, as_module: bool)
 
 def test_a_spawned_process_whose_parent_is_gone_already_ends() -> None:
     """As multiprocessing would import it, with another parent than the one that meant to spawn it."""
-    program = "import sys, types; sys.modules['__mp_main__'] = types.ModuleType('m'); import vvllm_msd.cli; print('lives')"
+    program = "import sys; sys.modules['__mp_main__'] = sys; import vvllm_msd.cli; print('lives')"
     for pid, lives in ((os.getpid(), "lives\n"), (1, "")):
         done = subprocess.run(
             [sys.executable, "-c", program],
