@@ -107,6 +107,7 @@ def _generate(
 
     counting = args.json or args.stats
     before = _status(client) if counting else None
+    client.model()  # asked here, so that the times are the generation's own
     meter = Meter()
     with _stream(client, args, sampling, prompt) as stream:
         for event in stream:

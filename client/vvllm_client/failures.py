@@ -52,13 +52,15 @@ def from_http(status: int, headers: Mapping[str, str], body: bytes, address: Add
     content = parse_object(body) or {}
     info = content.get("error")
     info = info if isinstance(info, dict) else {}
-    message = _text(info, "message") or f"The daemon at {address} answered with HTTP status {status}."
-    hint = _text(info, "hint")
-    if isinstance(progress := content.get("status"), dict):
-        message = _doing(progress, address) or message
-        hint = hint or "`vvllm-ctl status` shows how far it is."
-        if (seconds := headers.get("retry-after", "")).isdecimal():
-            hint += f" Try again in {seconds} s."
+    message, hint = _text(info, "message"), _text(info, "hint")
+    progress = content.get("status")
+    if isinstance(progress, dict) and (doing := _doing(progress, address)):
+        message, hint = doing, hint or "`vvllm-ctl status` shows how far it is."
+    elif not message:
+        message = f"The daemon at {address} answered with HTTP status {status}."
+        hint = "Is this a vvllm-ms daemon, of the client's own version? Its log says more."
+    if (seconds := headers.get("retry-after", "")).isdecimal():
+        hint = f"{hint} Try again in {seconds} s.".lstrip()
     exit_code = _known_exit(info.get("exit_code")) or _BY_STATUS.get(status, Exit.FAILED)
     error = _BY_EXIT[exit_code](message, hint)
     error.code = _text(info, "code") or error.code

@@ -60,7 +60,9 @@ def test_an_exit_code_that_no_failure_has_is_not_believed(code: object) -> None:
 
 @pytest.mark.parametrize("content", [None, [], "text", {}, {"error": "text"}, {"error": {"message": 3}}])
 def test_a_body_that_says_nothing(content: object) -> None:
-    assert refused(500, content).sentence == "The daemon at /a.sock answered with HTTP status 500."
+    error = refused(500, content)
+    assert error.sentence == "The daemon at /a.sock answered with HTTP status 500."
+    assert error.hint
 
 
 def test_a_body_that_is_no_json() -> None:
