@@ -11,6 +11,7 @@ from vvllm_msd.checkpoint.files import read_json
 from vvllm_shared import limits
 from vvllm_shared.errors import CheckpointError, UnsupportedError
 
+_TAKE_AGAIN = "Take config.json from the model's source again."
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config")
 _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
 _TOP_K = (
@@ -63,15 +64,11 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{directory} is not a Mixture-of-Experts model: its config.json ({architecture}) names no experts.",
             "Choose a Mixture-of-Experts model; vLLM alone serves the others.",
         )
-    layers = _number(path, text, _LAYERS, limits.LAYERS)
-    top_k = _number(path, text, _TOP_K, limits.TOP_K)
-    if layers is None or top_k is None:
-        missing = _LAYERS[0] if layers is None else _TOP_K[0]
-        raise CheckpointError(f"{path} has no {missing}.", "Take config.json from the model's source again.")
+    layers = _needed(path, text, _LAYERS, limits.LAYERS)
+    top_k = _needed(path, text, _TOP_K, limits.TOP_K)
     if top_k > experts:
         raise CheckpointError(
-            f"{path} has {top_k} experts per token but only {experts} experts.",
-            "Take config.json from the model's source again.",
+            f"{path} has {top_k} experts per token but only {experts} experts.", _TAKE_AGAIN
         )
     model_type = _text(text.get("model_type") or whole.get("model_type"))
     dtype = text.get("dtype") or text.get("torch_dtype") or whole.get("dtype") or whole.get("torch_dtype")
@@ -86,6 +83,13 @@ def read_model_config(directory: Path) -> ModelConfig:
         quantization=_quantization(directory, whole, text),
         auto_map="auto_map" in whole or "auto_map" in text,
     )
+
+
+def _needed(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int:
+    number = _number(path, config, names, most)
+    if number is None:
+        raise CheckpointError(f"{path} has no {names[0]}.", _TAKE_AGAIN)
+    return number
 
 
 def _text(value: object) -> str:
@@ -105,7 +109,7 @@ def _number(path: Path, config: dict[str, Any], names: tuple[str, ...], most: in
         if type(value) is not int or not 0 < value <= most:
             raise CheckpointError(
                 f"{path} has the impossible value {str(value)[:40]!r} for {name} (1 to {most}).",
-                "Take config.json from the model's source again.",
+                _TAKE_AGAIN,
             )
         return value
     return None
@@ -118,7 +122,7 @@ def _moe_layers(path: Path, config: dict[str, Any], model_type: str, layers: int
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:
         raise CheckpointError(
             f"{path} has an impossible rule for which layers have experts.",
-            "Take config.json from the model's source again.",
+            _TAKE_AGAIN,
         ) from error
     return None if chosen is None else frozenset(chosen)
 
