@@ -139,49 +139,41 @@ def _runners(config: VllmConfig) -> Iterator[MoERunner]:
 
 
 def _refuse_engine(config: VllmConfig) -> None:
-    parallel = config.parallel_config
-    reasons: list[tuple[bool, str, str]] = [
-        (
-            vllm.__version__ != PINNED_VLLM,
+    for reason, hint in _objections(config):
+        raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
+
+
+def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
+    """(what is set, what to do) of everything that the pager was not verified with."""
+    if vllm.__version__ != PINNED_VLLM:
+        yield (
             f"vLLM {vllm.__version__} is installed",
             f"Install vllm=={PINNED_VLLM}: paging rests on its internals and was verified with it alone.",
-        ),
-        (
-            parallel.tensor_parallel_size > 1,
-            f"tensor_parallel_size is {parallel.tensor_parallel_size}",
-            "Set --tensor-parallel-size 1.",
-        ),
-        (
-            parallel.pipeline_parallel_size > 1,
-            f"pipeline_parallel_size is {parallel.pipeline_parallel_size}",
-            "Set --pipeline-parallel-size 1.",
-        ),
-        (
-            parallel.data_parallel_size > 1,
-            f"data_parallel_size is {parallel.data_parallel_size}",
-            "Set --data-parallel-size 1.",
-        ),
-        (parallel.enable_expert_parallel, "expert parallelism is on", "Drop --enable-expert-parallel."),
-        (parallel.enable_eplb, "expert load balancing is on", "Drop --enable-eplb."),
-        (parallel.enable_dbo, "dual batch overlap is on", "Drop --enable-dbo."),
-        (config.lora_config is not None, "LoRA is on", "Drop --enable-lora."),
-        (config.speculative_config is not None, "speculative decoding is on", "Drop --speculative-config."),
+        )
+    parallel = config.parallel_config
+    for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+        if getattr(parallel, size) > 1:
+            yield f"{size} is {getattr(parallel, size)}", f"Set --{size.replace('_', '-')} 1."
+    switches = [
+        (parallel.enable_expert_parallel, "expert parallelism is on", "--enable-expert-parallel"),
+        (parallel.enable_eplb, "expert load balancing is on", "--enable-eplb"),
+        (parallel.enable_dbo, "dual batch overlap is on", "--enable-dbo"),
+        (config.lora_config is not None, "LoRA is on", "--enable-lora"),
+        (config.speculative_config is not None, "speculative decoding is on", "--speculative-config"),
         (
             config.offload_config.uva.cpu_offload_gb > 0,
-            "cpu_offload_gb is set: vLLM would move what the pager already holds",
-            "Drop --cpu-offload-gb.",
-        ),
-        (config.model_config.enable_sleep_mode, "sleep mode is on", "Drop --enable-sleep-mode."),
-        (
-            torch.device(config.device_config.device).type == "cuda"
-            and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE,
-            "CUDA graphs are on, and host-driven paging cannot run inside them",
-            "Set --enforce-eager.",
+            "cpu_offload_gb is set, and vLLM would move what the pager already holds",
+            "--cpu-offload-gb",
         ),
     ]
-    for refused, reason, hint in reasons:
-        if refused:
-            raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
+    for on, reason, flag in switches:
+        if on:
+            yield reason, f"Drop {flag}."
+    if config.model_config.enable_sleep_mode:
+        yield "sleep mode is on", "Drop --enable-sleep-mode."
+    on_cuda = torch.device(config.device_config.device).type == "cuda"
+    if on_cuda and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
+        yield "CUDA graphs are on, and paging is driven by the host between kernels", "Set --enforce-eager."
 
 
 def describe(paging: Paging) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context
 
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.loading import LayerLoader
@@ -85,9 +86,33 @@ class PagedExperts(torch.nn.Module):
         shared_experts_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `RoutedExperts.forward_modular`; the ids are experts, the kernel gets slots."""
-        stock = super().forward_modular
         if self.paging is None:
-            return stock(x, topk_weights, topk_ids, shared_experts, shared_experts_input)
+            return super().forward_modular(x, topk_weights, topk_ids, shared_experts, shared_experts_input)
         # vLLM reads the shared experts here only for all-to-all back ends (modular_kernel.py:1379), which need
         # expert parallelism: refused.
-        return self._resolver.run(x, topk_weights, topk_ids, stock)
+        if torch.compiler.is_compiling():
+            return torch.ops.vvllm.paged_experts(x, topk_weights, topk_ids, self.layer_name)
+        return self.run_paged(x, topk_weights, topk_ids)
+
+    def run_paged(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+        """The experts' output [T, H]; ids [T, k] are experts. Reads the router's ids on the host."""
+        return self._resolver.run(x, topk_weights, topk_ids, super().forward_modular)
+
+
+@torch.library.custom_op("vvllm::paged_experts", mutates_args=())
+def _paged_experts(
+    x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str
+) -> torch.Tensor:
+    """One paged layer as an operator that Dynamo does not look into.
+
+    vLLM's CPU backend traces the MoE layer as plain Python down to the kernel (moe_runner.py:309), and reading ids
+    on the host cannot be traced. Where stock's graph calls its kernel, ours calls this; the rest of the graph, the
+    router and shared experts too, is stock's.
+    """
+    runner = get_forward_context().no_compile_layers[layer_name]
+    return runner.routed_experts.run_paged(x, topk_weights, topk_ids)
+
+
+@_paged_experts.register_fake
+def _(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return torch.empty_like(x)

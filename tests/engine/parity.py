@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import zoo
-
 from vvllm_msd.verify_engine import Answer, Job, run
 
 MAX_TOKENS = 8

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
 from parity import LONG, MEDIUM, SHORT, ask, largest_difference, prompt
 
+import zoo
 from vvllm_msd.verify_engine import Answer
 
 pytestmark = pytest.mark.engine

@@ -1,0 +1,53 @@
+"""What belongs to an expert is found by looking, and what is not understood is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from parity import MEDIUM, SHORT, ask
+
+from vvllm_shared.errors import UnsupportedError
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def toy_model(zoo_model: Callable[[str], Path], tmp_path: Path) -> Callable[[str], Path]:
+    """A tiny model that says it is quantised the toy way."""
+    import toy_quant
+
+    def make(variant: str) -> Path:
+        model = shutil.copytree(zoo_model("qwen3_moe"), tmp_path / variant)
+        config = json.loads((model / "config.json").read_text())
+        config["quantization_config"] = {"quant_method": toy_quant.NAME, "variant": variant}
+        (model / "config.json").write_text(json.dumps(config))
+        return model
+
+    return make
+
+
+def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Callable[[str], Path]) -> None:
+    model = toy_model("plain")
+    paged = ask(model, "qwen3_moe", [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
+    assert paged == ask(model, "qwen3_moe", [[SHORT], [MEDIUM]], None)
+
+
+@pytest.mark.parametrize(
+    ("variant", "sentence"),
+    [
+        ("reduction", "toy_maximum of ToyMoEMethod depends on which experts are processed together"),
+        ("opaque", "holds torch._C.Generator at kernel.impl.fused_experts.toy_opaque"),
+        ("transposed", "toy_transposed of ToyMoEMethod has shape"),
+    ],
+)
+def test_what_is_not_understood_is_refused(
+    variant: str, sentence: str, toy_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts") as refusal:
+        ask(toy_model(variant), "qwen3_moe", [[SHORT]], {"slots": 5})
+    assert sentence in refusal.value.sentence
+    assert "moe_backend" in refusal.value.hint

@@ -1,0 +1,143 @@
+"""What the pager refuses inside vLLM, in one sentence that says what to do, before experts are loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parity import SHORT, ask
+
+from vvllm_shared.errors import CheckpointError, ConfigError, UnsupportedError, VvllmError
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize(
+    ("cache", "sentence", "hint"),
+    [
+        ({"slots": 4, "cache_gb": 1.0}, "both slots and cache_gb", "one size"),
+        ({}, "neither slots nor cache_gb", "one size"),
+        ({"slot": 4}, 'unknown option "slot"', 'Did you mean "slots"?'),
+        ({"slots": "4"}, "slots is '4'", "whole number"),
+        ({"slots": True}, "slots is True", "whole number"),
+        ({"slots": 993}, "slots is 993", "1 … 992"),
+        ({"cache_gb": -1.0}, "cache_gb is -1.0", "GiB"),
+        ({"slots": 3}, "3 slots a layer, but one token needs 4", "at least slots = 4"),
+        ({"slots": 17}, "17 slots a layer, but the model has 16 experts", "at most slots = 16"),
+        ({"cache_gb": 1e-5}, "0 slots a layer, but one token needs 4", "GiB"),
+    ],
+)
+def test_sizes(cache: dict[str, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], cache)
+    assert sentence in refusal.value.sentence
+    assert hint in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence", "hint"),
+    [
+        ({"enable_lora": True}, "LoRA is on", "--enable-lora"),
+        ({"enable_expert_parallel": True}, "expert parallelism is on", "--enable-expert-parallel"),
+    ],
+)
+def test_engine_options(
+    options: dict[str, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]
+) -> None:
+    with pytest.raises(UnsupportedError) as refusal:
+        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 4}, **options)
+    assert sentence in refusal.value.sentence
+    assert hint in refusal.value.hint
+
+
+def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vvllm_pager import paging
+
+    monkeypatch.setattr(paging, "PINNED_VLLM", "0.31.4")
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0 is installed") as refusal:
+        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 4})
+    assert "vllm==0.31.4" in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    ("part", "option", "value", "sentence", "hint"),
+    [
+        (
+            "parallel_config",
+            "tensor_parallel_size",
+            2,
+            "tensor_parallel_size is 2",
+            "--tensor-parallel-size 1",
+        ),
+        (
+            "parallel_config",
+            "pipeline_parallel_size",
+            2,
+            "pipeline_parallel_size is 2",
+            "--pipeline-parallel-size 1",
+        ),
+        ("parallel_config", "data_parallel_size", 2, "data_parallel_size is 2", "--data-parallel-size 1"),
+        ("parallel_config", "enable_eplb", True, "load balancing is on", "--enable-eplb"),
+        ("", "speculative_config", object(), "speculative decoding is on", "--speculative-config"),
+    ],
+)
+def test_engines_that_this_machine_cannot_hold(
+    part: str, option: str, value: Any, sentence: str, hint: str
+) -> None:
+    """Asked as the layers ask: vLLM's real configuration, the option set after its own checks."""
+    from vllm.config import VllmConfig
+
+    from vvllm_pager.paging import Paging
+
+    config = VllmConfig(additional_config={"expert_cache": {"slots": 4}})
+    setattr(getattr(config, part) if part else config, option, value)
+    with pytest.raises(UnsupportedError) as refusal:
+        Paging(config)
+    assert sentence in refusal.value.sentence
+    assert hint in refusal.value.hint
+
+
+def test_checkpoint_without_one_experts_tensor(zoo_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """vLLM itself counts parameters, not experts, and would serve whatever lies in memory."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(zoo_model("qwen3_moe"), tmp_path / "damaged")
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts.* for expert 7") as refusal:
+        ask(model, "qwen3_moe", [[SHORT]], {"slots": 4})
+    assert "download it again" in refusal.value.hint
+
+
+def test_a_refusal_reaches_the_daemon_through_the_board(zoo_model: Callable[[str], Path]) -> None:
+    import os
+
+    from vvllm_shared import board
+
+    shared, fd = board.Board.create()
+    os.environ[board.ENV] = f"/proc/{os.getpid()}/fd/{fd}"
+    try:
+        with pytest.raises(VvllmError) as refusal:
+            ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 3})
+        told = shared.refusal()
+        assert type(told) is ConfigError
+        assert (told.sentence, told.hint) == (refusal.value.sentence, refusal.value.hint)
+    finally:
+        del os.environ[board.ENV]
+        os.close(fd)
+
+
+def test_cache_gb_becomes_slots(zoo_model: Callable[[str], Path]) -> None:
+    """Two layers of bundles of 12 KiB: 0.0002 GiB are 8 slots a layer, and the answers are stock's."""
+    model = zoo_model("qwen3_moe")
+    config = json.loads((model / "config.json").read_text())
+    per_slot = config["num_hidden_layers"] * 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
+    budget = 8.5 * per_slot / 2**30
+    assert ask(model, "qwen3_moe", [[SHORT]], {"cache_gb": budget}) == ask(
+        model, "qwen3_moe", [[SHORT]], None
+    )

@@ -1,0 +1,78 @@
+"""A quantisation method of our own for the CPU, whose per-expert scales only the kernel object holds.
+
+Real formats with such tensors (NVFP4 through CUTLASS) need kernels that no CPU has. This one divides each expert's
+down projection by a power of two and gives it back through the router's weights, exactly: an expert that is paged
+without its scale is wrong by orders of magnitude.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+
+NAME = "toy_scaled"
+
+
+class ToyMoEMethod(UnquantizedFusedMoEMethod):
+    """`variant` chooses what else the kernel holds: nothing, or something that cannot be paged."""
+
+    def __init__(self, moe: Any, variant: str) -> None:
+        super().__init__(moe)
+        self.variant = variant
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        largest = layer.w2_weight.data.float().abs().amax(dim=(1, 2))
+        scales = torch.exp2(torch.floor(torch.log2(largest)) + 10)
+        layer.w2_weight.data /= scales[:, None, None].to(layer.w2_weight.dtype)
+        super().process_weights_after_loading(layer)
+        experts = self.moe_kernel.fused_experts
+        experts.toy_scales = scales
+        if self.variant == "reduction":
+            experts.toy_maximum = largest.max()
+        elif self.variant == "opaque":
+            experts.toy_opaque = torch.Generator()
+        elif self.variant == "transposed":
+            experts.toy_transposed = torch.stack([scales, scales])
+
+    def apply(
+        self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, *rest: Any, **named: Any
+    ) -> torch.Tensor:
+        scales = self.moe_kernel.fused_experts.toy_scales
+        weights = topk_weights * scales[topk_ids.long()].to(topk_weights.dtype)
+        return super().apply(layer, x, weights, topk_ids, *rest, **named)
+
+
+@register_quantization_config(NAME)
+class ToyConfig(QuantizationConfig):
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.variant = variant
+
+    def get_name(self) -> str:
+        return NAME
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 0
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> ToyConfig:
+        return cls(config.get("variant", "plain"))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, RoutedExperts):
+            return ToyMoEMethod(layer.moe_config, self.variant)
+        return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
