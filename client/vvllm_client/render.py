@@ -50,7 +50,8 @@ class TextOutput:
             self._stdout.write(event.text)
 
     def report(self, report: Report) -> None:
-        """Nothing: who wants numbers says --stats."""
+        """End the answer's line; the numbers are for who asks with --stats."""
+        self._end_lines()
 
     def fail(self, error: VvllmError) -> None:
         """Sentence and hint, below what has come of the answer."""

@@ -237,6 +237,13 @@ def test_a_cut_answer_is_told_to_a_person(daemon: ScriptedDaemon, popen: Popen) 
     assert (code, screen) == (0, "Hel\n[cut at the token limit; --max-tokens sets it]\n")
 
 
+def test_stats_start_on_a_line_of_their_own(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer()
+    code, screen = on_a_terminal(popen, "hi", "--stats")
+    assert code == 0
+    assert screen.startswith("Hello\nfirst token ")
+
+
 # --- Help
 
 
