@@ -156,17 +156,26 @@ class DaemonProcess:
 
     def wait_until_ready(self, generation: int = 1, seconds: float = 200.0) -> DaemonProcess:
         def ready() -> bool:
-            assert self.process.poll() is None, self.log
             with contextlib.suppress(OSError, http.client.HTTPException):
                 status = self.status()
                 return status["stage"] == "ready" and status["generation"] >= generation
             return False
 
-        wait_for(ready, seconds, lambda: self.log)
+        self.wait_for(ready, seconds)
         return self
 
     def wait_for_log(self, text: str, seconds: float = 120.0) -> None:
-        wait_for(lambda: text in self.log, seconds, lambda: self.log)
+        self.wait_for(lambda: text in self.log, seconds)
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Poll until `condition`; fail with the log when it does not come, or the daemon ends before it."""
+
+        def checked() -> bool:
+            came = condition()
+            assert came or self.process.poll() is None, self.log
+            return came
+
+        wait_for(checked, seconds, lambda: self.log)
 
     # Its processes
 

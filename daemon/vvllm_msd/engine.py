@@ -180,6 +180,11 @@ class RunningEngine:
         return self._processes[0].pid if self._processes else None
 
     @property
+    def alive(self) -> bool:
+        """False as soon as anybody knows that it is dead; vLLM may know before `death` is set."""
+        return not (self.death.event.is_set() or self._llm.errored)
+
+    @property
     def unfinished(self) -> int:
         """Requests that the engine still computes or has queued; not those whose answer only waits to be read."""
         return int(self._llm.get_num_unfinished_requests())
@@ -201,7 +206,7 @@ class RunningEngine:
         except VvllmError:
             raise
         except Exception as error:
-            if self._llm.errored:
+            if not self.alive:
                 raise EngineDiedError(f"The engine is dead; {method} was not done.") from error
             raise VvllmError(f"The engine's worker failed in {method}: {error}") from error
         finally:

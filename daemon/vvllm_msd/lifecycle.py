@@ -140,7 +140,7 @@ class Daemon:
     def app(self) -> object | None:
         """vLLM's application, while an engine serves."""
         engine = self._supervisor.engine
-        return engine.app if engine else None
+        return engine.app if engine and engine.alive else None
 
     def status(self) -> Mapping[str, object]:
         """The state of this moment."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from typing import NoReturn, Protocol
 
@@ -165,6 +166,8 @@ class Supervisor:
         try:
             while True:
                 progress = read_progress(self._board.read())
+                if self.generation > 1:
+                    progress = dataclasses.replace(progress, stage=Stage.RESTARTING)
                 display.show(progress)
                 if progress != self.progress:
                     self.progress = progress

@@ -1,0 +1,179 @@
+"""What becomes of clients, processes and files when the engine or the daemon is killed, stopped or told to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from conftest import ZooModel
+from daemon_helpers import Background, DaemonProcess, daemon, wait_for
+
+pytestmark = [pytest.mark.engine, pytest.mark.faults]
+
+PROMPT = "A lighthouse by the sea and"
+WATCHDOG_SECONDS = 3
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("f") / "run"
+
+
+@pytest.fixture
+def own_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A runtime directory of one test; `tmp_path` would be too long for a socket."""
+    return tmp_path_factory.mktemp("f") / "run"
+
+
+@pytest.fixture(scope="module")
+def faulty(
+    root: Path, zoo_model: ZooModel, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[DaemonProcess]:
+    """A daemon whose engine the tests kill. It starts where another one was killed with SIGKILL."""
+    config = tmp_path_factory.mktemp("c") / "vvllm-msd.toml"
+    config.write_text(f"[server]\nwatchdog_seconds = {WATCHDOG_SECONDS}\nmax_model_len = 8192\n")
+    model = zoo_model("qwen3_moe")
+    with daemon(root, model) as killed:
+        killed.wait_for_log('"engine_loading"')
+        killed.kill()
+        killed.assert_gone()
+        assert killed.socket.exists()
+    with daemon(root, model, "--config", str(config)) as running:
+        yield running.wait_until_ready()
+
+
+def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: DaemonProcess) -> None:
+    alone = faulty.complete(PROMPT, 32).text
+    before = faulty.status()
+    stream = faulty.stream(PROMPT, 4000).read(20)
+    os.kill(before["engine_pid"], signal.SIGKILL)
+    killed_at = time.monotonic()
+    stream.read()
+    assert time.monotonic() - killed_at < 5.0
+    assert stream.error is not None
+    assert "engine" in stream.error["message"].lower()
+    stream.close()
+    refused = faulty.complete(PROMPT, 4)
+    assert refused.status == 503
+    assert refused.json["status"]["stage"] == "restarting"
+    faulty.wait_until_ready(generation=before["generation"] + 1)
+    assert faulty.complete(PROMPT, 32).text == alone
+    assert faulty.status()["error"]["code"] == "engine_died"
+
+
+def test_an_engine_that_hangs_is_caught_by_the_watchdog(faulty: DaemonProcess) -> None:
+    before = faulty.status()
+    stream = faulty.stream(PROMPT, 4000).read(20)
+    os.kill(before["engine_pid"], signal.SIGSTOP)
+    stopped_at = time.monotonic()
+    stream.read()
+    assert WATCHDOG_SECONDS - 1 < time.monotonic() - stopped_at < WATCHDOG_SECONDS + 6
+    assert stream.error is not None
+    assert "no progress" in stream.error["message"]
+    stream.close()
+    faulty.wait_until_ready(generation=before["generation"] + 1)
+    assert faulty.complete(PROMPT, 4).status == 200
+
+
+def test_sigterm_lets_a_running_answer_end_and_leaves_nothing(faulty: DaemonProcess, root: Path) -> None:
+    faulty.wait_until_ready()
+    alone = faulty.complete(PROMPT, 300).text
+    stream = faulty.stream(PROMPT, 300).read(10)
+    faulty.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: bool(faulty.events("draining")), 5.0)
+    assert faulty.complete(PROMPT, 4).status == 503
+    assert stream.read().text == alone
+    assert stream.error is None
+    stream.close()
+    assert faulty.process.wait(30) == 0
+    faulty.assert_gone()
+    assert not (root / "http.sock").exists()
+    assert list((root / "private" / "rpc").iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", ["importing", "loading"])
+def test_sigterm_during_the_start_ends_it_at_once(own_root: Path, zoo_model: ZooModel, stage: str) -> None:
+    with daemon(own_root, zoo_model("qwen3_moe")) as starting:
+        wait_for_stage(starting, stage)
+        starting.process.send_signal(signal.SIGTERM)
+        assert starting.process.wait(8) == 0, starting.log
+        starting.assert_gone()
+        assert not starting.socket.exists()
+
+
+@pytest.mark.parametrize("stage", ["importing", "loading"])
+def test_sigkill_during_the_start_leaves_no_process(own_root: Path, zoo_model: ZooModel, stage: str) -> None:
+    with daemon(own_root, zoo_model("qwen3_moe")) as starting:
+        wait_for_stage(starting, stage)
+        starting.kill()
+        starting.assert_gone()
+
+
+def wait_for_stage(starting: DaemonProcess, stage: str) -> None:
+    """ "importing": the daemon listens, vLLM is being imported; "loading": an engine process exists."""
+    starting.wait_for_log('"engine_loading"')
+    if stage == "loading":
+        starting.wait_for(lambda: any("spawn_main" in line for line in starting.processes().values()), 120.0)
+
+
+@pytest.mark.slow
+def test_sigkill_while_serving_leaves_no_process_and_the_next_start_works(
+    own_root: Path, zoo_model: ZooModel
+) -> None:
+    root, model = own_root, zoo_model("qwen3_moe")
+    with daemon(root, model, policy="lfru") as first:
+        first.wait_until_ready()
+        answer = first.complete(PROMPT, 32).text
+        stream = first.stream(PROMPT, 4000).read(20)
+        assert len(first.processes()) >= 4
+        first.kill()
+        first.assert_gone()
+        stream.close()
+        assert first.socket.exists()
+        assert list((root / "private" / "rpc").iterdir())
+    with daemon(root, model) as second:
+        second.wait_until_ready()
+        assert second.complete(PROMPT, 32).text == answer
+        assert second.stop() == 0
+
+
+@pytest.mark.slow
+def test_a_second_sigterm_ends_the_drain_and_tells_the_client(own_root: Path, zoo_model: ZooModel) -> None:
+    with daemon(own_root, zoo_model("qwen3_moe")) as running:
+        running.wait_until_ready()
+        stream = running.stream(PROMPT, 20_000).read(20)
+        running.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: bool(running.events("draining")), 5.0)
+        rest = Background(stream.read)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(15) == 0
+        assert rest.result().error["code"] == "busy"
+        stream.close()
+        running.assert_gone()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_too_often_ends_the_daemon_with_70(own_root: Path, zoo_model: ZooModel) -> None:
+    config = own_root.with_suffix(".toml")
+    config.write_text("[server]\nmax_restarts = 0\n")
+    with daemon(own_root, zoo_model("qwen3_moe"), "--config", str(config)) as running:
+        running.wait_until_ready()
+        os.kill(running.status()["engine_pid"], signal.SIGKILL)
+        assert running.process.wait(20) == 70
+        running.assert_gone()
+        assert "gives up" in running.log
+
+
+@pytest.mark.slow
+def test_an_option_that_vllm_does_not_have_is_a_configuration_error(
+    own_root: Path, zoo_model: ZooModel
+) -> None:
+    with daemon(own_root, zoo_model("qwen3_moe"), "--engine", "no_such_option=1") as refused:
+        assert refused.process.wait(120) == 78
+        assert "no_such_option" in refused.log
+        refused.assert_gone()
