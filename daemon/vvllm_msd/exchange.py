@@ -190,6 +190,7 @@ class Exchange:
         await self._put({"type": "http.response.body", "body": data})
 
     async def _put(self, message: Message) -> None:
+        await self._send(message)  # first: whoever is cancelled while it waits has sent nothing
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self._streaming = any(
@@ -199,7 +200,6 @@ class Exchange:
         else:
             self.sent_bytes += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
-        await self._send(message)
 
 
 def _told(failure: BaseException | None) -> VvllmError:

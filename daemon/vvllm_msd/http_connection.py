@@ -151,7 +151,8 @@ class HttpConnection(H11Protocol):
         self._watch_reading(begun=self._is_reading())
 
     def on_response_complete(self) -> None:
-        """A pipelined request may have begun while the last one was answered."""
+        """A pipelined request may have begun while the last one was answered: its time counts from now."""
+        self._arrival.began = self.loop.time()
         super().on_response_complete()
         self._watch_reading(begun=self._is_reading())
 

@@ -128,6 +128,19 @@ async def test_a_long_answer_is_not_under_the_time_of_a_request(serve: Serve) ->
         assert (await served.post(CHAT)).status == 200
 
 
+async def test_a_pipelined_request_is_not_charged_for_the_answer_before_it(serve: Serve) -> None:
+    async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await asyncio.sleep(0.4)
+        await echo(scope, receive, send)
+
+    async with serve(slow, read_seconds=0.3) as served:
+        client = await served.connect()
+        client.send(post(CHAT, b"one") + post(CHAT, b"x" * 200_000))
+        assert (await client.answer()).body == b"one"
+        second = await client.answer()
+        assert (second.status, len(second.body)) == (200, 200_000)
+
+
 async def test_a_connection_too_many(serve: Serve) -> None:
     async with serve(echo, connections=2) as served:
         first, _ = [await served.connect() for _ in range(2)]

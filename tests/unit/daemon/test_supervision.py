@@ -1,0 +1,116 @@
+"""The watchdog's judgement and how the load's progress is read and shown."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vvllm_msd.progress import LoadDisplay, Progress, bar, read_progress
+from vvllm_msd.status import Stage
+from vvllm_msd.watchdog import Watchdog
+from vvllm_shared.board import Board, Phase
+from vvllm_shared.limits import GIB
+
+
+def test_an_engine_that_stands_still_with_work_is_caught() -> None:
+    watchdog = Watchdog(limit=10)
+    assert not watchdog.expired(100, progress=5, busy=True)
+    assert not watchdog.expired(109, progress=5, busy=True)
+    assert watchdog.expired(110, progress=5, busy=True)
+
+
+def test_idle_time_does_not_count() -> None:
+    watchdog = Watchdog(limit=10)
+    assert not watchdog.expired(0, progress=5, busy=False)
+    assert not watchdog.expired(1000, progress=5, busy=False)
+    assert not watchdog.expired(1001, progress=5, busy=True)
+    assert watchdog.expired(1010, progress=5, busy=True)
+
+
+def test_a_limit_of_zero_never_expires() -> None:
+    watchdog = Watchdog(limit=0)
+    watchdog.expired(0, progress=1, busy=True)
+    assert not watchdog.expired(1e9, progress=1, busy=True)
+
+
+@given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 2), st.booleans()), max_size=60))
+def test_it_expires_exactly_after_busy_time_without_progress(looks: list[tuple[float, int, bool]]) -> None:
+    watchdog, now, progress, since = Watchdog(limit=10), 0.0, 0, 0.0
+    watchdog.expired(now, progress, busy=False)
+    for elapsed, moved, busy in looks:
+        now, progress = now + elapsed, progress + moved
+        if moved or not busy:
+            since = now
+        assert watchdog.expired(now, progress, busy) == (now - since >= 10)
+
+
+def counters(**values: int) -> dict[str, int]:
+    board, fd = Board.create()
+    for name, value in values.items():
+        board.set(name, value)
+    os.close(fd)
+    return board.read()
+
+
+@pytest.mark.parametrize(
+    ("values", "stage", "fraction"),
+    [
+        ({"phase": Phase.STARTING}, Stage.STARTING, None),
+        ({"phase": Phase.LOADING, "bytes_done": GIB, "bytes_total": 4 * GIB}, Stage.LOADING, 0.25),
+        ({"phase": Phase.LOADING}, Stage.LOADING, None),
+        ({"phase": Phase.LOADING, "bytes_done": 5, "bytes_total": 4}, Stage.LOADING, 1.0),
+        ({"phase": Phase.PROCESSING, "layers_done": 1, "layers_total": 2}, Stage.PROCESSING, 0.5),
+        ({"phase": Phase.WARMING}, Stage.WARMING, None),
+    ],
+)
+def test_the_board_s_counters_become_a_stage_and_a_fraction(
+    values: dict[str, int], stage: Stage, fraction: float | None
+) -> None:
+    progress = read_progress(counters(**values))
+    assert (progress.stage, progress.fraction) == (stage, fraction)
+
+
+def test_the_bar_shows_stage_share_and_size() -> None:
+    values = counters(phase=Phase.LOADING, bytes_done=GIB, bytes_total=4 * GIB)
+    assert (
+        bar(read_progress(values))
+        == "loading [########......................]  25% 1.0 GiB of 4.0 GiB of experts"
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Log:
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def info(self, _event: str, **fields: Any) -> None:
+        self.events.append(fields)
+
+
+def test_a_terminal_gets_a_bar_and_no_events() -> None:
+    log, terminal = Log(), Terminal()
+    display = LoadDisplay(log, terminal)
+    display.show(Progress(Stage.LOADING, 0.5))
+    display.clear()
+    assert "50%" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert log.events == []
+
+
+def test_a_log_gets_one_event_a_stage_and_no_bar() -> None:
+    log, file = Log(), io.StringIO()
+    display = LoadDisplay(log, file)
+    for fraction in (0.1, 0.2, 0.3):
+        display.show(Progress(Stage.LOADING, fraction))
+    display.show(Progress(Stage.WARMING))
+    assert [event["stage"] for event in log.events] == [Stage.LOADING, Stage.WARMING]
+    assert file.getvalue() == ""
