@@ -50,19 +50,20 @@ STALE: dict[str, Any] = {
 """Each is ignored and counted as stale advice."""
 
 
-def policy(path: str, kind: str, count: int) -> None:
-    """A policy process that shakes hands, sends `count` messages of a kind, then one good advice, and lives on."""
+def policy(path: str, kinds: list[str]) -> None:
+    """A policy process that shakes hands, sends a message of each kind, then one good advice, and lives on."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.connect(endpoint(path))
-        socket.send(encode(Ready(PROTOCOL, os.getpid(), kind)))
+        socket.send(encode(Ready(PROTOCOL, os.getpid(), "bad")))
         hello = decode(socket.recv(), ToPolicy)
         assert isinstance(hello, Hello)
         socket.send(encode(Heartbeat(hello.boot_id, hello.epoch, 0)))
-        for seq in range(1, count + 1):
+        for seq, kind in enumerate(kinds, 1):
             socket.send_multipart((BAD | STALE)[kind](hello, seq))
-        socket.send(encode(Advise(hello.boot_id, hello.epoch, count + 1, ALL_LAYERS, MARKER, 1.0, 0.9)))
-        for seq in range(count + 2, 10_000):
+        last = len(kinds) + 1
+        socket.send(encode(Advise(hello.boot_id, hello.epoch, last, ALL_LAYERS, MARKER, 1.0, 0.9)))
+        for seq in range(last + 1, 10_000):
             socket.send(encode(Heartbeat(hello.boot_id, hello.epoch, seq)))
             time.sleep(0.2)
 
@@ -97,7 +98,7 @@ def send(path: str, uid: int, pattern: int, count: int, *frames: str) -> None:
 if __name__ == "__main__":
     role, where, *rest = sys.argv[1:]
     if role == "policy":
-        policy(where, rest[0], int(rest[1]))
+        policy(where, rest)
     elif role == "flood":
         flood(where)
     else:
