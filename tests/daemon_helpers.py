@@ -112,6 +112,7 @@ class DaemonProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                start_new_session=True,
             )
 
     # What it says
@@ -200,6 +201,10 @@ class DaemonProcess:
         code = self.process.wait(seconds)
         self.assert_gone()
         return code
+
+    def press_ctrl_c(self) -> None:
+        """SIGINT for its whole process group, as from a terminal."""
+        os.killpg(self.process.pid, signal.SIGINT)
 
     def kill(self) -> None:
         """SIGKILL, of the daemon alone."""

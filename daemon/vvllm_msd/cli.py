@@ -26,6 +26,8 @@ if "__mp_main__" in sys.modules:
     # the variable.
     die_with_parent(int(os.environ[_PARENT]) if _PARENT in os.environ else None)
     os.environ[_PARENT] = str(os.getpid())
+    # Ctrl-C on the terminal is for the daemon, which lets running requests end before it ends us.
+    os.setpgid(0, 0)
 
 _FLAGS = (
     ("--model", "model", "DIR", 'directory of the checkpoint, or "demo" for the embedded model'),

@@ -80,11 +80,11 @@ def test_an_engine_that_hangs_is_caught_by_the_watchdog(faulty: DaemonProcess) -
     assert faulty.complete(PROMPT, 4).status == 200
 
 
-def test_sigterm_lets_a_running_answer_end_and_leaves_nothing(faulty: DaemonProcess, root: Path) -> None:
+def test_ctrl_c_lets_a_running_answer_end_and_leaves_nothing(faulty: DaemonProcess, root: Path) -> None:
     faulty.wait_until_ready()
     alone = faulty.complete(PROMPT, 300).text
     stream = faulty.stream(PROMPT, 300).read(10)
-    faulty.process.send_signal(signal.SIGTERM)
+    faulty.press_ctrl_c()
     wait_for(lambda: bool(faulty.events("draining")), 5.0)
     assert faulty.complete(PROMPT, 4).status == 503
     assert stream.read().text == alone
