@@ -32,7 +32,7 @@ from vvllm_shared.messages import LayerShape
 
 WORKER_EXTENSION = "vvllm_pager.worker.PagerWorker"
 _STOP_SECONDS = 3.0
-"""How long an engine may take to end by itself before it is killed."""
+"""How long a killed engine may take to disappear: the kernel unmaps its memory first."""
 _OURS = {
     "model": "model",
     "served_model_name": "the directory's name",
@@ -83,6 +83,8 @@ def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] 
             BOARD_ENV: f"/proc/{os.getpid()}/fd/{board_fd}",
         }
     )
+    # Its process removes the shared memory of a killed engine, and would say so at each end of the daemon.
+    env.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
     env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # A large model may load for longer than vLLM's 10 minutes; the daemon shows the progress instead.
@@ -219,7 +221,11 @@ class RunningEngine:
         kill_engine_processes()
 
     async def stop(self) -> None:
-        """End the application and the engine's processes, politely first."""
+        """End the application and the engine's processes.
+
+        They are killed at once: whoever waited for an answer has it by now, an engine has nothing to save, and on
+        the CPU backend vLLM's own way waits many seconds for a worker that does not end.
+        """
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.sentinel)
@@ -227,8 +233,8 @@ class RunningEngine:
             Exception
         ):  # a dead engine's application may fail to close; it is gone anyway
             await self._lifespan.aclose()
-        await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
         kill_engine_processes()
+        await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
         self._thread.shutdown(wait=False)
 
     def _watch_processes(self) -> None:
@@ -310,7 +316,8 @@ def _split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ConfigError(
                 f"vLLM {PINNED_VLLM} has no engine option {name}.", "Remove engine." + name + "."
             )
-    given = {**spec.options, **spec.user_options}
+    # vLLM's bar counts files; the daemon shows its own, which counts what the pager has done.
+    given = {"use_tqdm_on_load": False, **spec.options, **spec.user_options}
     additional = dict(given.pop("additional_config", {}))
     if "expert_cache" in additional:
         raise ConfigError(

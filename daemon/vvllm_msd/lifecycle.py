@@ -34,6 +34,7 @@ from vvllm_shared.errors import Exit, VvllmError
 from vvllm_shared.paths import runtime_paths, state_dir
 
 _COUNTERS = ("hits", "misses", "bytes_paged", "token_waves", "pair_waves", "steps")
+_VERSIONS = {"vvllm-ms": version("vvllm-ms"), "vllm": PINNED_VLLM}
 _POLICY = ("state", "pid", "name", "reason")
 
 
@@ -160,7 +161,7 @@ class Daemon:
             requests=self._gateway.in_flight,
             cache=self._cache_status(engine),
             policy=msgspec.convert({name: policy[name] for name in _POLICY}, PolicyStatus),
-            versions={"vvllm-ms": version("vvllm-ms"), "vllm": PINNED_VLLM},
+            versions=_VERSIONS,
             error=error.as_json()["error"] if error else None,
         ).as_json()
 
