@@ -10,6 +10,7 @@ import zmq
 
 from vvllm_shared import limits
 from vvllm_shared.board import Board
+from vvllm_shared.errors import ProtocolError
 from vvllm_shared.messages import DecodeTrace, PrefillTrace
 from vvllm_shared.residency.page_table import Ints
 from vvllm_shared.wire import encode
@@ -60,11 +61,11 @@ class TraceSender:
         socket.setsockopt(zmq.SNDHWM, limits.TRACE_QUEUE)
         socket.connect(self._endpoint)
         while True:
-            frame = self._encode(*self._queue.get())
+            step = self._queue.get()
             try:
-                socket.send(frame, zmq.NOBLOCK)
+                socket.send(self._encode(*step), zmq.NOBLOCK)
                 self._board.add("traces_sent")
-            except zmq.Again:
+            except (zmq.Again, ProtocolError):  # the policy process lags; a table larger than a frame
                 self._board.add("traces_dropped")
 
     def _encode(self, seq: int, step: int, layers: list[Ints]) -> bytes:

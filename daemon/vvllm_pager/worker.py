@@ -57,8 +57,8 @@ class PagerWorker:
         """Apply the policy's advice between steps.
 
         Args:
-            advice: `layer` (index, or -1 for all), `heat_weight`, `age_weight`, `heat_decay`, `bias` (list [E] or
-                None). The daemon has checked it.
+            advice: `layer` (index, or -1 for all), `heat_weight`, `age_weight`, `heat_decay`, `bias` (list [E];
+                None is zeros). The daemon has checked it. It replaces all earlier advice for its layers.
 
         Returns:
             How many layers took it.
@@ -71,8 +71,7 @@ class PagerWorker:
             layers = paging.layers if one["layer"] < 0 else [paging.layers[one["layer"]]]
             for layer in layers:
                 layer.weights = Weights(one["heat_weight"], one["age_weight"], one["heat_decay"])
-                if one["bias"] is not None:
-                    layer.pool.table.set_bias(one["bias"])
+                layer.pool.table.set_bias(one["bias"] or [0.0] * layer.experts)
             applied += len(layers)
         paging.board.add("advice_applied", applied)
         return applied

@@ -1,0 +1,125 @@
+"""What the pager uses of vLLM's insides. A release that changes one of them fails here, by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_version_is_the_pinned_one() -> None:
+    import vllm
+
+    from vvllm_shared import PINNED_VLLM
+
+    assert vllm.__version__ == PINNED_VLLM
+
+
+def test_every_container_in_the_tree_is_replaced() -> None:
+    """A subclass with a name of its own that we do not know would be built unpaged."""
+    from pathlib import Path
+
+    import vllm
+
+    from vvllm_pager.plugin import CONTAINERS
+
+    root = Path(vllm.__file__).parent
+    found = set()
+    for file in root.rglob("*.py"):
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith("class ") and line.rstrip().endswith("(RoutedExperts):"):
+                found.add((line.split()[1].split("(")[0], file.relative_to(root).parts[0:3]))
+    names = {name for name, where in found if "amd" not in where}  # AMD's platform is not supported
+    assert names == {c.__name__ for c in CONTAINERS} - {"RoutedExperts"}
+
+
+def test_replacement_is_by_class_name() -> None:
+    from vllm.model_executor import custom_op
+    from vllm.plugins import load_general_plugins
+
+    from vvllm_pager.plugin import CONTAINERS
+    from vvllm_pager.routed_experts import PagedExperts
+
+    load_general_plugins()
+    for container in CONTAINERS:
+        assert issubclass(custom_op.op_registry_oot[container.__name__], (PagedExperts, container))
+
+
+def test_routed_experts() -> None:
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    assert parameters(RoutedExperts.forward_modular) == [
+        *("self", "x", "topk_weights", "topk_ids", "shared_experts", "shared_experts_input")
+    ]
+    assert parameters(RoutedExperts.weight_loader)[:6] == [
+        *("self", "param", "loaded_weight", "weight_name", "shard_id", "expert_id")
+    ]
+    assert RoutedExperts.weight_loader.supports_moe_loading
+    source = inspect.getsource(RoutedExperts.__init__)
+    for name in (
+        "layer_name",
+        "moe_config",
+        "hidden_size",
+        "global_num_experts",
+        "local_num_experts",
+        "top_k",
+    ):
+        assert f"self.{name} =" in source, name
+    assert "quant_method.create_weights(layer=self" in source
+
+
+def test_quant_methods() -> None:
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    assert parameters(FusedMoEMethodBase.create_weights) == [
+        *("self", "layer", "num_experts", "hidden_size", "intermediate_size_per_partition"),
+        *("params_dtype", "extra_weight_attrs"),
+    ]
+    source = inspect.getsource(FusedMoEMethodBase.__init__)
+    assert "self.moe_quant_config" in source
+    assert "self.moe_kernel" in source
+    # A kernel that is there already would make the next processing an update, which skips the repacking.
+    assert "is_weight_update = self.moe_kernel is not None" in inspect.getsource(
+        UnquantizedFusedMoEMethod._setup_kernel
+    )
+
+
+def test_loading_calls_the_quant_method_once_per_module() -> None:
+    from vllm.model_executor.model_loader import utils
+
+    source = inspect.getsource(utils.process_weights_after_loading)
+    assert "quant_method.process_weights_after_loading(module)" in source
+    assert "quant_method.requires_device_loading" in source
+
+
+def test_launch_configuration_can_be_overridden() -> None:
+    from vllm.model_executor.layers.fused_moe import get_config, override_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+
+    assert parameters(try_get_optimal_moe_config) == [
+        "w1_shape",
+        "w2_shape",
+        "top_k",
+        "dtype",
+        "M",
+        "block_shape",
+    ]
+    with override_config({"BLOCK_SIZE_M": 16}):
+        assert get_config() == {"BLOCK_SIZE_M": 16}
+    assert get_config() is None
+
+
+def test_forward_context_tells_warm_up_and_padding() -> None:
+    from dataclasses import fields
+
+    from vllm.forward_context import ForwardContext
+
+    assert {"attn_metadata", "is_padding", "no_compile_layers"} <= {f.name for f in fields(ForwardContext)}
