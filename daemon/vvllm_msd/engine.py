@@ -1,96 +1,30 @@
-"""The one place where the daemon touches vLLM's front end, all of it private API.
+"""Where the daemon touches vLLM's front end, all of it private API.
 
 `RunningEngine` is one engine from its first process to its last: vLLM's `AsyncLLM`, whose EngineCore child owns the
 device, and vLLM's OpenAI application on top of it. vllm is imported inside the functions, because it reads its
-environment on import (see `set_environment`) and takes ten seconds. `tests/engine/test_vllm_contract_frontend.py`
-fails by name when a vLLM release changes what is used here.
+environment on import (see `vvllm_msd.engine_arguments`) and takes ten seconds. What is used here is named in
+`tests/engine/test_vllm_contract_frontend.py`, which fails when a vLLM release changes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import importlib.util
 import multiprocessing
-import os
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from vvllm_msd.engine_arguments import EngineSpec, app_args, split_options
 from vvllm_shared import PINNED_VLLM
-from vvllm_shared.board import ENV as BOARD_ENV
 from vvllm_shared.board import Board
 from vvllm_shared.errors import ConfigError, EngineDiedError, UnsupportedError, VvllmError
-from vvllm_shared.limits import GIB
 from vvllm_shared.messages import LayerShape
 
-WORKER_EXTENSION = "vvllm_pager.worker.PagerWorker"
 _STOP_SECONDS = 3.0
 """How long a killed engine may take to disappear: the kernel unmaps its memory first."""
-_OURS = {
-    "model": "model",
-    "served_model_name": "the directory's name",
-    "worker_extension_cls": "the pager's",
-    "worker_cls": "the pager's",
-    "max_num_seqs": "server.max_num_seqs",
-    "max_model_len": "server.max_model_len",
-    "reasoning_parser": "server.reasoning_parser",
-    "tool_call_parser": "server.tool_parser",
-    "enable_auto_tool_choice": "server.tool_parser",
-}
-"""Engine options that have a key or a value of their own here."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """What to start.
-
-    Attributes:
-        model: directory of the checkpoint.
-        name: the model's name in the API.
-        expert_cache: the pager's options, {"slots": n} or {"cache_gb": x}.
-        fingerprint: names the checkpoint for the policy's profiles.
-        options: the daemon's choices, fields of `AsyncEngineArgs` and of vLLM's front end.
-        user_options: the configuration's `[engine]` table, which overrides `options`.
-    """
-
-    model: Path
-    name: str
-    expert_cache: Mapping[str, int | float]
-    fingerprint: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    user_options: Mapping[str, Any] = field(default_factory=dict)
-
-
-def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] = os.environ) -> None:
-    """What vLLM and its processes read from the environment. Call it before vllm is imported.
-
-    What the user may choose is only a default here. The rest is ours: a forked engine would inherit the daemon's
-    listening socket and lock, and ipc files belong into the private directory.
-    """
-    env.update(
-        {
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_RPC_BASE_PATH": str(rpc_dir),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            BOARD_ENV: f"/proc/{os.getpid()}/fd/{board_fd}",
-        }
-    )
-    # Its process removes the shared memory of a killed engine, and would say so at each end of the daemon.
-    env.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # A large model may load for longer than vLLM's 10 minutes; the daemon shows the progress instead.
-    env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "86400")
-    if importlib.util.find_spec("flashinfer") is None:
-        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def kill_engine_processes() -> None:
@@ -229,9 +163,8 @@ class RunningEngine:
         loop = asyncio.get_running_loop()
         for process in self._processes:
             loop.remove_reader(process.sentinel)
-        with contextlib.suppress(
-            Exception
-        ):  # a dead engine's application may fail to close; it is gone anyway
+        # A dead engine's application may fail to close; it is gone anyway.
+        with contextlib.suppress(Exception):
             await self._lifespan.aclose()
         kill_engine_processes()
         await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
@@ -286,10 +219,10 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
             f"vLLM {vllm.__version__} is installed, and the pager was verified with {PINNED_VLLM} only.",
             f"Install vllm=={PINNED_VLLM}.",
         )
-    engine_options, app_options = _split_options(spec)
+    engine_options, app_options = split_options(spec)
     try:
         config = AsyncEngineArgs(**engine_options).create_engine_config()
-        args = _app_args(engine_options | app_options, config)
+        args = app_args(engine_options | app_options, config)
     except VvllmError:
         raise
     except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError) as error:
@@ -300,61 +233,6 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
         raise board.refusal() or EngineDiedError(
             f"The engine ended while it started: {_reason(error)}", "The lines above say why."
         ) from error
-
-
-def _split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options of `AsyncEngineArgs` and those of the front end, checked by name."""
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
-
-    engine_names = {f.name for f in dataclasses.fields(AsyncEngineArgs)}
-    app_names = {f.name for f in dataclasses.fields(BaseFrontendArgs)}
-    for name in spec.user_options:
-        if name in _OURS:
-            raise ConfigError(f"engine.{name} is set by the daemon.", f"Use {_OURS[name]} for it.")
-        if name not in engine_names | app_names:
-            raise ConfigError(
-                f"vLLM {PINNED_VLLM} has no engine option {name}.", "Remove engine." + name + "."
-            )
-    # vLLM's bar counts files; the daemon shows its own, which counts what the pager has done.
-    given = {"use_tqdm_on_load": False, **spec.options, **spec.user_options}
-    additional = dict(given.pop("additional_config", {}))
-    if "expert_cache" in additional:
-        raise ConfigError(
-            "engine.additional_config has an expert_cache.", "Use cache.slots or cache.cache_gb."
-        )
-    _add_cpu_defaults(given)
-    engine = {name: value for name, value in given.items() if name in engine_names} | {
-        "model": str(spec.model),
-        "served_model_name": [spec.name],
-        "worker_extension_cls": WORKER_EXTENSION,
-        "additional_config": additional | {"expert_cache": dict(spec.expert_cache)},
-    }
-    return engine, {name: value for name, value in given.items() if name in app_names - engine_names}
-
-
-def _add_cpu_defaults(given: dict[str, Any]) -> None:
-    """Bound the KV cache on the CPU backend, whose own default is 92 % of the machine's memory."""
-    from vllm.platforms import current_platform
-
-    sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization")
-    if current_platform.is_cpu() and not any(name in given for name in sizes):
-        given["kv_cache_memory_bytes"] = GIB
-
-
-def _app_args(options: Mapping[str, Any], config: Any) -> Namespace:
-    """The front end's arguments as `vllm serve` would have parsed them."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.launchers.launcher import validate_api_server_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
-    vars(args).update(options)
-    args.structured_outputs_config = config.structured_outputs_config  # has the reasoning parser's name
-    args.disable_fastapi_docs = True
-    validate_parsed_serve_args(args)
-    validate_api_server_args(args)
-    return args
 
 
 def _reason(error: Exception) -> str:

@@ -20,7 +20,8 @@ import msgspec
 from vvllm_msd import demo_model
 from vvllm_msd.checkpoint import validate
 from vvllm_msd.config import DaemonConfig
-from vvllm_msd.engine import EngineSpec, RunningEngine, set_environment
+from vvllm_msd.engine import RunningEngine
+from vvllm_msd.engine_arguments import EngineSpec, set_environment
 from vvllm_msd.engine_settings import engine_settings, read_facts
 from vvllm_msd.events import EventHub
 from vvllm_msd.gateway import Gateway
@@ -197,10 +198,10 @@ class Daemon:
             path.unlink(missing_ok=True)
 
 
-def serve(config: DaemonConfig) -> int:
+def serve(config: DaemonConfig) -> NoReturn:
     """Run the daemon until a signal stops it. Whatever can be refused is refused before it costs anything.
 
-    Once vLLM may have been loaded this ends the process itself and does not return.
+    It ends the process itself, with an exit code of `vvllm_shared.errors.Exit`.
 
     Raises:
         VvllmError: the checkpoint, the configuration or the runtime directory is refused.

@@ -11,7 +11,8 @@ from typing import NoReturn, Protocol
 import msgspec
 
 from vvllm_msd.config import ServerConfig
-from vvllm_msd.engine import EngineSpec, RunningEngine
+from vvllm_msd.engine import RunningEngine
+from vvllm_msd.engine_arguments import EngineSpec
 from vvllm_msd.progress import LoadDisplay, Progress, read_progress
 from vvllm_msd.status import Stage
 from vvllm_msd.watchdog import Watchdog
@@ -126,9 +127,11 @@ class Supervisor:
         finally:
             self.engine = None
             self._around.engine_gone()
-            if engine.death.event.is_set():
-                await self._tell_clients(engine)
-            await engine.stop()
+            try:
+                if engine.death.event.is_set():
+                    await self._tell_clients(engine)
+            finally:
+                await engine.stop()
         return ready_at
 
     async def _start(self) -> RunningEngine:

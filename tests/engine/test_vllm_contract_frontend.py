@@ -1,4 +1,4 @@
-"""What `vvllm_msd.engine` uses of vLLM's front end, by name: a vLLM that changes one of them fails here first."""
+"""What the daemon uses of vLLM's front end, by name: a vLLM that changes one of them fails here first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vvllm_msd import engine
+from vvllm_msd import engine, engine_arguments
 from vvllm_shared import PINNED_VLLM
 from vvllm_shared.errors import ConfigError
 
@@ -22,8 +22,8 @@ def parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
-def spec(**user_options: Any) -> engine.EngineSpec:
-    return engine.EngineSpec(
+def spec(**user_options: Any) -> engine_arguments.EngineSpec:
+    return engine_arguments.EngineSpec(
         Path("/models/tiny"), "tiny", {"slots": 8}, "f", {"max_num_seqs": 4}, user_options
     )
 
@@ -84,11 +84,11 @@ async def test_a_dead_engine_is_latched_by_what_stands_in_for_the_server() -> No
 def test_options_are_split_between_engine_and_front_end() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    engine_options, app_options = engine._split_options(spec(dtype="bfloat16", chat_template="x"))
+    engine_options, app_options = engine_arguments.split_options(spec(dtype="bfloat16", chat_template="x"))
     names = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert set(engine_options) <= names
     assert engine_options["dtype"] == "bfloat16"
-    assert engine_options["worker_extension_cls"] == engine.WORKER_EXTENSION
+    assert engine_options["worker_extension_cls"] == engine_arguments.WORKER_EXTENSION
     assert engine_options["additional_config"] == {"expert_cache": {"slots": 8}}
     assert app_options == {"chat_template": "x"}
 
@@ -96,7 +96,7 @@ def test_options_are_split_between_engine_and_front_end() -> None:
 def test_the_front_end_s_arguments_are_complete() -> None:
     config = SimpleNamespace(structured_outputs_config=SimpleNamespace(reasoning_parser="qwen3"))
     options = {"tool_call_parser": "hermes", "enable_auto_tool_choice": True}
-    args = engine._app_args(options, config)
+    args = engine_arguments.app_args(options, config)
     assert args.tool_call_parser == "hermes"
     assert args.disable_fastapi_docs is True
     assert args.structured_outputs_config.reasoning_parser == "qwen3"
@@ -113,7 +113,7 @@ def test_the_front_end_s_arguments_are_complete() -> None:
 )
 def test_options_that_cannot_count_are_refused(options: dict[str, Any], word: str) -> None:
     with pytest.raises(ConfigError, match=word) as refusal:
-        engine._split_options(spec(**options))
+        engine_arguments.split_options(spec(**options))
     assert refusal.value.hint
 
 
@@ -121,7 +121,7 @@ def test_the_environment_is_one_that_vllm_reads(tmp_path: Path) -> None:
     from vllm import envs
 
     environment: dict[str, str] = {"VLLM_LOGGING_LEVEL": "DEBUG"}
-    engine.set_environment(tmp_path, 7, environment)
+    engine_arguments.set_environment(tmp_path, 7, environment)
     assert environment["VLLM_LOGGING_LEVEL"] == "DEBUG"
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     of_vllm = {name for name in environment if name.startswith("VLLM_")}
