@@ -157,7 +157,7 @@ class LayerLoader:
         layer, raw, paging = self._layer, self.raw(), self._paging
         assert paging.store is not None  # noqa: S101  # planned with the first layer
         paging.board.set("phase", Phase.PROCESSING)
-        records = paging.store.take(layer.experts, layer.layout.record_bytes)
+        records = paging.store.region(layer.index)
         starts = [*range(0, layer.experts - layer.slots, layer.slots), layer.experts - layer.slots]
         for start in starts:
             chunk = range(start, start + layer.slots)

@@ -101,10 +101,7 @@ class Paging:
                 f"Give at most slots = {experts}.",
             )
         self.store = HostStore(
-            sum(
-                layer.experts * layout.record_bytes
-                for layer, layout in zip(self.layers, layouts, strict=True)
-            )
+            [(layer.experts, layout.record_bytes) for layer, layout in zip(self.layers, layouts, strict=True)]
         )
         return slots
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from parity import LONG, MEDIUM, SHORT, ask, prompt  # noqa: E402
+from parity import LONG, MEDIUM, SHORT, ask, prompt
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,8 @@ BATCHES = [[SHORT], [MEDIUM], [LONG], [prompt(4 + 3 * i, 10 + i) for i in range(
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2", "qwen3_next"]
+    "family",
+    ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2", "qwen3_next"],
 )
 def test_tokens_and_logprobs_equal_stock(family: str, zoo_model: Callable[[str], Path]) -> None:
     """Decode, token waves and pair waves: on the GPU the partial results are rows that stock has too."""
