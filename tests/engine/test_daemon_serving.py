@@ -26,9 +26,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, zoo_model: ZooModel) -> Ite
     root = tmp_path_factory.mktemp("d") / "run"
     with daemon(root, zoo_model("qwen3_moe"), "--max-model-len", "4096", policy="lfru") as running:
         yield running.wait_until_ready()
-        assert running.stop() == 0
-        assert not (root / "http.sock").exists()
-        assert list((root / "private" / "rpc").iterdir()) == []
 
 
 def steps(served: DaemonProcess) -> int:
@@ -139,3 +136,19 @@ def test_events_begin_with_the_status(served: DaemonProcess) -> None:
         with connection.getresponse() as response:
             assert response.readline() == b"event: status\n"
             assert b'"stage": "ready"' in response.readline()
+
+
+def test_ctrl_c_lets_a_running_answer_end_and_leaves_nothing(served: DaemonProcess) -> None:
+    """The last test here: it ends the daemon."""
+    alone = served.complete(PROMPTS[0], 300).text
+    stream = served.stream(PROMPTS[0], 300).read(10)
+    served.press_ctrl_c()
+    wait_for(lambda: bool(served.events("draining")), 5.0)
+    assert served.complete(PROMPTS[0], 4).status == 503
+    assert stream.read().text == alone
+    assert stream.error is None
+    stream.close()
+    assert served.process.wait(30) == 0
+    served.assert_gone()
+    assert not served.socket.exists()
+    assert list((served.root / "private" / "rpc").iterdir()) == []

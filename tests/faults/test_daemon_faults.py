@@ -67,36 +67,24 @@ def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: DaemonProces
 
 
 def test_an_engine_that_hangs_is_caught_by_the_watchdog(faulty: DaemonProcess) -> None:
-    before = faulty.status()
     stream = faulty.stream(PROMPT, 4000).read(20)
-    os.kill(before["engine_pid"], signal.SIGSTOP)
+    os.kill(faulty.status()["engine_pid"], signal.SIGSTOP)
     stopped_at = time.monotonic()
     stream.read()
     assert WATCHDOG_SECONDS - 1 < time.monotonic() - stopped_at < WATCHDOG_SECONDS + 6
     assert stream.error is not None
     assert "no progress" in stream.error["message"]
     stream.close()
-    faulty.wait_until_ready(generation=before["generation"] + 1)
-    assert faulty.complete(PROMPT, 4).status == 200
+    faulty.wait_for(lambda: len(faulty.events("restarting")) == 2, 10.0)
+    assert faulty.status()["stage"] == "restarting"
 
 
-def test_ctrl_c_lets_a_running_answer_end_and_leaves_nothing(faulty: DaemonProcess, root: Path) -> None:
-    faulty.wait_until_ready()
-    alone = faulty.complete(PROMPT, 300).text
-    stream = faulty.stream(PROMPT, 300).read(10)
-    faulty.press_ctrl_c()
-    wait_for(lambda: bool(faulty.events("draining")), 5.0)
-    assert faulty.complete(PROMPT, 4).status == 503
-    assert stream.read().text == alone
-    assert stream.error is None
-    stream.close()
-    assert faulty.process.wait(30) == 0
-    faulty.assert_gone()
-    assert not (root / "http.sock").exists()
-    assert list((root / "private" / "rpc").iterdir()) == []
+def test_sigterm_during_a_restart_ends_it_at_once(faulty: DaemonProcess) -> None:
+    assert faulty.status()["stage"] == "restarting"
+    assert faulty.stop(8.0) == 0
 
 
-@pytest.mark.parametrize("stage", ["importing", "loading"])
+@pytest.mark.parametrize("stage", ["importing", pytest.param("loading", marks=pytest.mark.slow)])
 def test_sigterm_during_the_start_ends_it_at_once(own_root: Path, zoo_model: ZooModel, stage: str) -> None:
     with daemon(own_root, zoo_model("qwen3_moe")) as starting:
         wait_for_stage(starting, stage)
