@@ -223,6 +223,9 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
     try:
         config = AsyncEngineArgs(**engine_options).create_engine_config()
         args = app_args(engine_options | app_options, config)
+        if spec.fit_context:
+            # As if the user had asked vLLM for -1, but never more than our own default (kv_cache_utils.py:2635).
+            config.model_config.original_max_model_len = -1
     except VvllmError:
         raise
     except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError) as error:

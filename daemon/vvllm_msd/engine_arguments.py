@@ -45,6 +45,7 @@ class EngineSpec:
         fingerprint: names the checkpoint for the policy's profiles.
         options: the daemon's choices, fields of `AsyncEngineArgs` and of vLLM's front end.
         user_options: the configuration's `[engine]` table, which overrides `options`.
+        fit_context: `max_model_len` is a wish, to be shortened to what the KV cache holds.
     """
 
     model: Path
@@ -53,6 +54,7 @@ class EngineSpec:
     fingerprint: str
     options: Mapping[str, Any] = field(default_factory=dict)
     user_options: Mapping[str, Any] = field(default_factory=dict)
+    fit_context: bool = False
 
 
 def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] = os.environ) -> None:

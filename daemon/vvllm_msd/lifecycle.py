@@ -235,6 +235,7 @@ def _engine_spec(config: DaemonConfig) -> EngineSpec:
         fingerprint=_fingerprint(model),
         options=settings.options,
         user_options=config.engine,
+        fit_context=config.server.max_model_len is None,
     )
 
 
