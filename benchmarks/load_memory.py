@@ -24,6 +24,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from vvllm_client import Client
+from vvllm_shared.errors import VvllmError
+
 MIB = 2**20
 KV_BYTES = 1024 * MIB
 # Qwen/Qwen3-30B-A3B, config.json
@@ -140,22 +143,10 @@ def daemon(model: Path, runtime: Path, slots: int, log: Path) -> Iterator[subpro
 
 
 def status(runtime: Path) -> dict[str, Any]:
-    run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "vvllm_client.control",
-            "status",
-            "--json",
-            "--socket",
-            str(runtime / "http.sock"),
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    result: dict[str, Any] = json.loads(run.stdout) if run.stdout.strip() else {"stage": "absent"}
-    return result
+    try:
+        return Client(runtime / "http.sock").status()
+    except VvllmError:
+        return {"stage": "absent"}
 
 
 def descriptors(pid: int, runtime: Path) -> dict[str, Any]:
@@ -214,6 +205,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         ]
         answer = subprocess.run(
             [sys.executable, "-c", command, *options, "Calculate 347 * 892 step by step"],
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=True,

@@ -48,7 +48,12 @@ def main(_args: argparse.Namespace) -> int:
             _wait_until_ready(paths, daemon)
             prompt = ["--stats", PROMPT, "--max-tokens", "64"]
             print("$", shlex.join(["vvllm-client", *prompt]), flush=True)
-            shown = subprocess.run([_script("vvllm-client"), *prompt], env=_environment(paths), check=False)
+            shown = subprocess.run(
+                [_script("vvllm-client"), *prompt],
+                env=_environment(paths),
+                stdin=subprocess.DEVNULL,  # a pipe would be read to its end before the prompt
+                check=False,
+            )
             _show_cache(_get(paths, "/vvllm/status"))
     print("Stopped.", flush=True)
     return shown.returncode or daemon.returncode or int(Exit.OK)

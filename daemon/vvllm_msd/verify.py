@@ -174,6 +174,8 @@ def _job(
         "max_num_batched_tokens": limit,
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 256 << 20,
+        # Otherwise unused then, but vLLM wants this share of the device free (v1/worker/utils.py:716).
+        "gpu_memory_utilization": 0.01,
         "enable_prefix_caching": False,
         "language_model_only": True,
         **engine,

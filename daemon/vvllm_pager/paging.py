@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.host_store import HostStore
 from vvllm_pager.settings import KEY, CacheSettings
-from vvllm_shared import PINNED_VLLM, limits, logs
+from vvllm_shared import PINNED_VLLM, limits
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.errors import ConfigError, UnsupportedError, VvllmError
 
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
     from vvllm_pager.routed_experts import PagedExperts
     from vvllm_pager.trace import TraceSender
 
-log = logs.get(process="vvllm-pager")
+# vLLM's own logger: without a daemon this is a guest in vLLM's log; with one, the daemon logs the same facts.
+log = init_logger("vllm.vvllm_pager")
 
 
 class Paging:
@@ -111,14 +113,14 @@ class Paging:
         if self.device.type == "cuda":
             self.store.pin()
         self.board.set("phase", Phase.WARMING)
-        slots = [layer.slots for layer in self.layers]
+        slot_bytes = sum(layer.slots * layer.layout.bundle_bytes for layer in self.layers)
         log.info(
-            "experts_loaded",
-            layers=len(self.layers),
-            experts=self.layers[0].experts,
-            slots=slots[0] if len(set(slots)) == 1 else slots,
-            bundle_bytes=self.layers[0].layout.bundle_bytes,
-            store_bytes=self.store.nbytes,
+            "Paged experts: %d layers, %s of %s experts in slots, %.2f GiB of slots, %.2f GiB in the host store",
+            len(self.layers),
+            "/".join(map(str, sorted({layer.slots for layer in self.layers}))),
+            "/".join(map(str, sorted({layer.experts for layer in self.layers}))),
+            slot_bytes / limits.GIB,
+            self.store.nbytes / limits.GIB,
         )
 
     def begin(self, layer_index: int) -> int:
