@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import select
 import sys
 
 from vvllm_shared import limits
 from vvllm_shared.errors import BadRequestError, TooLargeError
 
 EXPLICIT_STDIN = "-"
+_SILENT_SECONDS = 2.0
 
 
 def gather(argument: str | None) -> str:
@@ -29,6 +31,7 @@ def gather(argument: str | None) -> str:
 def _read_stdin(explicit: bool) -> str:
     if sys.stdin is None or (sys.stdin.isatty() and not explicit):
         return ""
+    _say_if_silent()
     try:
         raw = sys.stdin.buffer.read(limits.BODY_BYTES + 1)
     except OSError as error:
@@ -47,3 +50,13 @@ def _read_stdin(explicit: bool) -> str:
             f"Standard input is not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}.",
             "Convert it first, for example with `iconv -f latin1 -t utf-8`.",
         ) from None
+
+
+def _say_if_silent() -> None:
+    """A pipe that somebody left open and never writes to looks like a hang: name it."""
+    if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], _SILENT_SECONDS)[0]:
+        print(
+            "vvllm-client: reading standard input until it ends; add </dev/null if nothing is to come.",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from vvllm_msd.http_connection import Arrival, HeadersTooLargeError, HttpLimits, SlowRequestError
-from vvllm_shared.errors import BadRequestError, GenerationError, TooLargeError, VvllmError
+from vvllm_shared.errors import BadRequestError, EngineDiedError, GenerationError, TooLargeError, VvllmError
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -41,6 +41,7 @@ class Exchange:
         self._body: bytes | None = None
         self._over = asyncio.Event()
         self._cause: VvllmError | None = None
+        self._lost: Callable[[], bool] = lambda: False
 
     @property
     def path(self) -> str:
@@ -93,15 +94,21 @@ class Exchange:
 
     # The application
 
-    async def run(self, app: Any, patience: float | None = None) -> BaseException | None:
+    async def run(
+        self, app: Any, patience: float | None = None, lost: Callable[[], bool] = lambda: False
+    ) -> BaseException | None:
         """Let `app` answer; where it does not, answer for it.
 
         The client's leaving, or `abort`, reaches `app` as `http.disconnect` at once; an app that does not end
         within `patience` seconds then (by default `bounds.leave_seconds`) is cancelled.
 
+        Args:
+            lost: whether the app has lost its engine; what it then says of an error is replaced by the cause.
+
         Returns:
             What `app` raised.
         """
+        self._lost = lost
         watcher = asyncio.create_task(self._watch_client())
         inner = asyncio.create_task(app(self._inner_scope(), self._give, self._pass_on))
         over = asyncio.create_task(self._over.wait())
@@ -145,6 +152,14 @@ class Exchange:
 
     async def _pass_on(self, message: Message) -> None:
         """ASGI `send` for the application; after the end nothing passes (a cancelled handler says `null`)."""
+        if _is_error(message) and self._lost():
+            # vLLM points at a stack trace "above", which the client cannot see.
+            self.abort(
+                EngineDiedError(
+                    "The engine died while it answered.",
+                    "The daemon starts a new one; try again in a moment.",
+                )
+            )
         if not self._over.is_set():
             await self._put(message)
 
@@ -200,6 +215,11 @@ class Exchange:
         else:
             self.sent_bytes += len(message.get("body", b""))
             self._complete = not message.get("more_body", False)
+
+
+def _is_error(message: Message) -> bool:
+    """An error status, or an event of a stream that carries an error."""
+    return message.get("status", 0) >= 500 or b'"error"' in message.get("body", b"")[:64]
 
 
 def _told(failure: BaseException | None) -> VvllmError:

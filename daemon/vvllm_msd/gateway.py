@@ -196,7 +196,7 @@ class Gateway:
             await self._refuse_for_now(exchange)
             return
         with self._counted(exchange):
-            failure = await exchange.run(app)
+            failure = await exchange.run(app, lost=lambda: self._backend.app is not app)
         # The traceback of a RecursionError takes seconds to format, and says nothing.
         if isinstance(failure, Exception) and not isinstance(failure, RecursionError):
             self._log.error("application raised", path=exchange.path, exc_info=failure)

@@ -95,6 +95,15 @@ def test_stdin_alone_is_the_prompt(daemon: ScriptedDaemon, run: Run, arguments: 
     assert prompt_of(daemon) == "hi\n"
 
 
+def test_a_pipe_that_nobody_writes_to_is_named(daemon: ScriptedDaemon, popen: Popen) -> None:
+    daemon.routes[CHAT] = answer()
+    process = popen("vvllm-client", "hi", stdin=subprocess.PIPE)
+    assert process.stderr is not None
+    assert b"reading standard input until it ends" in process.stderr.readline()
+    assert process.communicate(b"", timeout=30)[0] == b"Hello"
+    assert prompt_of(daemon) == "hi"
+
+
 @pytest.mark.parametrize("before", ["", "os.close(0)"], ids=["null", "closed"])
 def test_a_prompt_needs_no_stdin(daemon: ScriptedDaemon, run: Run, before: str) -> None:
     daemon.routes[CHAT] = answer()

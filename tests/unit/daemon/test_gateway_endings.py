@@ -154,3 +154,38 @@ async def test_a_client_that_does_not_read_holds_no_drain_up(serve: Serve) -> No
         await app.started.wait()
         await asyncio.sleep(0.1)
         await asyncio.wait_for(served.gateway.drain(0.1), 2)
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_what_an_application_says_of_its_dead_engine_is_replaced_by_the_cause(
+    serve: Serve, streaming: bool
+) -> None:
+    """vLLM's own sentence points at a stack trace that the client cannot see."""
+    async with serve() as served:
+
+        async def dying(scope: dict[str, Any], receive: Any, send: Any) -> None:
+            served.backend.app = None
+            if streaming:
+                await send({"type": "http.response.start", "status": 200, "headers": SSE})
+                body = b'data: {"error": {"message": "see stack trace above"}}\n\n'
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            else:
+                await send({"type": "http.response.start", "status": 500, "headers": []})
+            await send({"type": "http.response.body", "body": b"see stack trace above"})
+
+        served.backend.app = dying
+        answer = await served.post(CHAT)
+    assert b"stack trace" not in answer.body
+    text = answer.body.decode().removeprefix("data: ").split("\n\n")[0]
+    assert json.loads(text)["error"]["code"] == "engine_died"
+    assert answer.status == (200 if streaming else 503)
+
+
+async def test_an_error_of_a_live_engine_passes_as_it_is(serve: Serve) -> None:
+    async def refusing(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500, "headers": []})
+        await send({"type": "http.response.body", "body": b'{"error": {"message": "mine"}}'})
+
+    async with serve(refusing) as served:
+        answer = await served.post(CHAT)
+    assert (answer.status, answer.json["error"]["message"]) == (500, "mine")
