@@ -39,6 +39,10 @@ def ask(
     model: Path, family: str, batches: list[list[list[int]]], cache: dict[str, Any] | None, **extra: Any
 ) -> list[Answer]:
     """The answers of one engine; `cache` None is stock."""
+    import vllm  # noqa: F401
+
+    # vLLM collects garbage several times an engine, over everything that it ever imported: leave that out.
+    gc.freeze()
     args = engine_args(family, **extra)
     if cache is not None:
         args["additional_config"] = {"expert_cache": cache}

@@ -82,6 +82,7 @@ def test_pair_waves_in_bf16_repeat_themselves_whatever_is_resident(
     assert largest_difference(first, Answer([], [], reference[0].prompt_logprobs[:8])) < 0.5
 
 
+@pytest.mark.slow
 def test_compiled_engine_equals_compiled_stock(zoo_model: Callable[[str], Path]) -> None:
     """vLLM's default on the CPU: Dynamo traces the model around the opaque paged layers."""
     model = zoo_model("qwen2_moe")
