@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from vvllm_msd.engine_arguments import EngineSpec, app_args, split_options
-from vvllm_shared import PINNED_VLLM
+from vvllm_shared import PINNED_VLLM, logs
 from vvllm_shared.board import Board
 from vvllm_shared.errors import ConfigError, EngineDiedError, UnsupportedError, VvllmError
 from vvllm_shared.messages import LayerShape
@@ -167,7 +167,11 @@ class RunningEngine:
         with contextlib.suppress(Exception):
             await self._lifespan.aclose()
         kill_engine_processes()
-        await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
+        try:
+            await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)
+        except Exception as error:
+            # Its processes are dead; what vLLM makes of that is not worth the daemon.
+            logs.get().warning("engine_shutdown_failed", reason=f"{type(error).__name__}: {error}")
         self._thread.shutdown(wait=False)
 
     def _watch_processes(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections.abc import Awaitable, Callable
 from typing import NoReturn, Protocol
 
 import msgspec
@@ -18,13 +19,15 @@ from vvllm_msd.status import Stage
 from vvllm_msd.watchdog import Watchdog
 from vvllm_shared import logs
 from vvllm_shared.board import Board, Phase
-from vvllm_shared.errors import EngineDiedError
+from vvllm_shared.errors import EngineDiedError, VvllmError
 from vvllm_shared.messages import Advise
 
 STABLE_SECONDS = 60.0
 """An engine that lived so long after it was ready has not failed in a row with the next."""
 _BACKOFF_SECONDS = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _LOOK_SECONDS = 0.25
+
+StartEngine = Callable[[EngineSpec, Board], Awaitable[RunningEngine]]
 
 
 class Surroundings(Protocol):
@@ -56,12 +59,13 @@ class Supervisor:
         boot_id: names this run of the daemon in the engine's traces.
         traces: ZeroMQ endpoint for them, None for none.
         surroundings: is told what happens.
+        start_engine: makes an engine.
 
     Attributes:
         engine: the one that serves now.
         progress: of the load, while there is no engine; its stage otherwise.
         generation: engines started so far.
-        last_error: why the last engine ended.
+        last_error: why the last engine ended or could not start.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class Supervisor:
         boot_id: str,
         traces: str | None,
         surroundings: Surroundings,
+        start_engine: StartEngine = RunningEngine.start,
     ) -> None:
         self._spec = spec
         self._server = server
@@ -79,17 +84,18 @@ class Supervisor:
         self._boot_id = boot_id
         self._traces = traces
         self._around = surroundings
+        self._start_engine = start_engine
         self._log = logs.get()
         self.engine: RunningEngine | None = None
         self.progress = Progress(Stage.STARTING)
         self.generation = 0
-        self.last_error: EngineDiedError | None = None
+        self.last_error: VvllmError | None = None
 
     async def run(self) -> NoReturn:
         """Supervise until cancelled; then the engine is stopped.
 
         Raises:
-            VvllmError: the first engine could not start, an engine was refused, or too many died in a row.
+            VvllmError: the first engine could not start, or too many in a row died or could not start.
         """
         deaths = 0
         while True:
@@ -97,10 +103,13 @@ class Supervisor:
                 ready_at = await self._one_engine()
                 if time.monotonic() - ready_at >= STABLE_SECONDS:
                     deaths = 0
-            except EngineDiedError as error:
+            except VvllmError as error:
+                # The first engine's refusal is an answer to the user. Later the same configuration has served
+                # before, so that whatever is refused (memory that the dead engine still holds) may pass.
                 if self.generation == 1:
                     raise
                 self.last_error = error
+                self._log.error("engine_not_started", reason=error.sentence, generation=self.generation)
             finally:
                 self._around.clear_files()
             deaths += 1
@@ -140,7 +149,7 @@ class Supervisor:
         reporter = asyncio.create_task(self._report_load())
         began = time.monotonic()
         try:
-            engine = await RunningEngine.start(self._spec, self._board)
+            engine = await self._start_engine(self._spec, self._board)
             try:
                 await engine.rpc("pager_serve", self._traces, self._boot_id)
             except BaseException:
@@ -187,10 +196,10 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.death.event.wait(), min(1.0, limit / 4) if limit else None)
             busy = engine.unfinished > 0 and self._board.get("phase") == Phase.SERVING
-            if watchdog.expired(time.monotonic(), self._board.get("progress"), busy):
-                engine.kill(
-                    f"it made no progress for {limit:g} s while requests were waiting, and was killed"
-                )
+            if late := watchdog.late(
+                time.monotonic(), self._board.get("progress"), self._board.get("steps"), busy
+            ):
+                engine.kill(f"it made no progress for {late:g} s while requests were waiting, and was killed")
 
     async def _tell_clients(self, engine: RunningEngine) -> None:
         self.last_error = EngineDiedError(
@@ -204,7 +213,7 @@ class Supervisor:
     async def _before_restart(self, deaths: int) -> None:
         if deaths > self._server.max_restarts:
             raise EngineDiedError(
-                f"The engine died {deaths} times in a row; the daemon gives up.",
+                f"The engine died or could not start {deaths} times in a row; the daemon gives up.",
                 f"The last time: {self.last_error.sentence}" if self.last_error else "",
             )
         delay = _BACKOFF_SECONDS[min(deaths, len(_BACKOFF_SECONDS)) - 1]

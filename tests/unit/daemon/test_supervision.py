@@ -12,41 +12,64 @@ from hypothesis import strategies as st
 
 from vvllm_msd.progress import LoadDisplay, Progress, bar, read_progress
 from vvllm_msd.status import Stage
-from vvllm_msd.watchdog import Watchdog
+from vvllm_msd.watchdog import FIRST_STEPS, Watchdog
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.limits import GIB
 
 
+SERVED = FIRST_STEPS
+"""Steps of an engine that has compiled its kernels."""
+
+
+def settled(limit: float) -> Watchdog:
+    """Of an engine that has served for a while."""
+    watchdog = Watchdog(limit)
+    watchdog.late(0, progress=0, steps=0, busy=False)
+    return watchdog
+
+
 def test_an_engine_that_stands_still_with_work_is_caught() -> None:
+    watchdog = settled(limit=10)
+    assert not watchdog.late(100, progress=5, steps=SERVED, busy=True)
+    assert not watchdog.late(109, progress=5, steps=SERVED, busy=True)
+    assert watchdog.late(110, progress=5, steps=SERVED, busy=True) == 10
+
+
+def test_the_first_steps_may_take_longer_and_no_later_one() -> None:
     watchdog = Watchdog(limit=10)
-    assert not watchdog.expired(100, progress=5, busy=True)
-    assert not watchdog.expired(109, progress=5, busy=True)
-    assert watchdog.expired(110, progress=5, busy=True)
+    before = 7  # of profiling, before it served
+    assert not watchdog.late(0, progress=5, steps=before, busy=True)
+    assert not watchdog.late(99, progress=5, steps=before, busy=True)
+    assert watchdog.late(100, progress=5, steps=before, busy=True) == 100
+    last = before + FIRST_STEPS - 1
+    assert not watchdog.late(200, progress=6, steps=last, busy=True)
+    assert not watchdog.late(299, progress=6, steps=last, busy=True)
+    assert watchdog.late(299, progress=6, steps=last + 1, busy=True) == 10
 
 
 def test_idle_time_does_not_count() -> None:
-    watchdog = Watchdog(limit=10)
-    assert not watchdog.expired(0, progress=5, busy=False)
-    assert not watchdog.expired(1000, progress=5, busy=False)
-    assert not watchdog.expired(1001, progress=5, busy=True)
-    assert watchdog.expired(1010, progress=5, busy=True)
+    watchdog = settled(limit=10)
+    assert not watchdog.late(0, progress=5, steps=SERVED, busy=False)
+    assert not watchdog.late(1000, progress=5, steps=SERVED, busy=False)
+    assert not watchdog.late(1001, progress=5, steps=SERVED, busy=True)
+    assert watchdog.late(1010, progress=5, steps=SERVED, busy=True)
 
 
-def test_a_limit_of_zero_never_expires() -> None:
-    watchdog = Watchdog(limit=0)
-    watchdog.expired(0, progress=1, busy=True)
-    assert not watchdog.expired(1e9, progress=1, busy=True)
+@pytest.mark.parametrize("steps", [0, SERVED])
+def test_a_limit_of_zero_is_never_reached(steps: int) -> None:
+    watchdog = settled(limit=0)
+    watchdog.late(0, progress=1, steps=steps, busy=True)
+    assert not watchdog.late(1e9, progress=1, steps=steps, busy=True)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 2), st.booleans()), max_size=60))
-def test_it_expires_exactly_after_busy_time_without_progress(looks: list[tuple[float, int, bool]]) -> None:
-    watchdog, now, progress, since = Watchdog(limit=10), 0.0, 0, 0.0
-    watchdog.expired(now, progress, busy=False)
+def test_it_is_late_exactly_after_busy_time_without_progress(looks: list[tuple[float, int, bool]]) -> None:
+    watchdog, now, progress, since = settled(limit=10), 0.0, 0, 0.0
     for elapsed, moved, busy in looks:
         now, progress = now + elapsed, progress + moved
         if moved or not busy:
             since = now
-        assert watchdog.expired(now, progress, busy) == (now - since >= 10)
+        assert bool(watchdog.late(now, progress, SERVED, busy)) == (now - since >= 10)
 
 
 def counters(**values: int) -> dict[str, int]:
