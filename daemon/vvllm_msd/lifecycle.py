@@ -26,7 +26,7 @@ from vvllm_msd.engine_settings import engine_settings, read_facts
 from vvllm_msd.events import EventHub
 from vvllm_msd.gateway import Gateway
 from vvllm_msd.policy_link import PolicyLink
-from vvllm_msd.runtime_dir import RuntimeDir, runtime_dir
+from vvllm_msd.runtime_dir import RuntimeDir, remove_engine_files, runtime_dir
 from vvllm_msd.status import CacheStatus, PolicyStatus, Stage, Status
 from vvllm_msd.supervisor import Supervisor
 from vvllm_shared import PINNED_VLLM, logs
@@ -193,9 +193,8 @@ class Daemon:
         await self._gateway.abort(cause)
 
     def clear_files(self) -> None:
-        """Remove vLLM's ipc files; it leaves them behind when it is killed."""
-        for path in self._runtime.paths.rpc.iterdir():
-            path.unlink(missing_ok=True)
+        """Remove what the last engine left."""
+        remove_engine_files(self._runtime.paths)
 
 
 def serve(config: DaemonConfig) -> NoReturn:

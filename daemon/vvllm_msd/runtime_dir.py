@@ -11,7 +11,7 @@ import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,9 +129,20 @@ def _locked(paths: RuntimePaths) -> Iterator[None]:
 
 def _clear(paths: RuntimePaths) -> None:
     """Remove what a daemon and its children leave in the private directory. The lock is ours: nobody uses it."""
-    for path in (*paths.private.glob("*.sock"), *paths.rpc.glob("*")):
-        if path.is_symlink() or not path.is_dir():
-            path.unlink(missing_ok=True)
+    _unlink(paths.private.glob("*.sock"))
+    remove_engine_files(paths)
+
+
+def remove_engine_files(paths: RuntimePaths) -> None:
+    """Remove vLLM's ipc files, which it leaves behind when it is killed. No engine runs now."""
+    _unlink(paths.rpc.glob("*"))
+
+
+def _unlink(files: Iterable[Path]) -> None:
+    """Remove what can be removed: this tidies up, and must not replace the error that it follows."""
+    for path in files:
+        with suppress(OSError):
+            path.unlink()
 
 
 def _remove_stale_socket(path: Path) -> None:
