@@ -46,6 +46,11 @@ class BundleLayout:
     record_bytes: int
 
     @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that are per expert."""
+        return frozenset(part.name for part in self.parts)
+
+    @property
     def bundle_bytes(self) -> int:
         """Bytes that a miss moves: the record without its padding."""
         return sum(part.nbytes for part in self.parts)
@@ -90,7 +95,6 @@ def kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 _PLAIN = (
     *(type(None), bool, int, float, complex, str, bytes, Enum, type),
     *(torch.dtype, torch.device, torch.Size),
-    *(FunctionType, MethodType),
 )
 
 
@@ -105,7 +109,12 @@ def _walk(
     if isinstance(value, _PLAIN) or id(value) in visited:
         return
     visited.add(id(value))
-    if isinstance(value, dict):
+    if isinstance(value, FunctionType | MethodType):
+        # Code may hold tensors; what else it refers to is not data of an expert.
+        held = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        held.append(getattr(value, "__self__", None))
+        children = [(str(i), one) for i, one in enumerate(held) if isinstance(one, torch.Tensor)]
+    elif isinstance(value, dict):
         children = [(str(key), child) for key, child in value.items()]
     elif isinstance(value, list | tuple | set | frozenset):
         children = [(str(i), child) for i, child in enumerate(value)]
@@ -144,25 +153,52 @@ def per_expert(
         UnsupportedError: a tensor that depends on the chunk and is not per expert, or cannot be moved by rows.
     """
     if set(tensors) != set(probe):
-        raise _refuse(layer, sorted(set(tensors) ^ set(probe))[0], "is there for one number of experts only")
+        raise refuse(layer, sorted(set(tensors) ^ set(probe))[0], "is there for one number of experts only")
     chosen = {}
     for name, tensor in tensors.items():
         other = probe[name]
         if tensor.shape == other.shape and experts != probe_experts:
             if not torch.equal(tensor, other):
-                raise _refuse(layer, name, "depends on which experts are processed together")
+                raise refuse(layer, name, "depends on which experts are processed together")
         elif tensor.shape[:1] == (experts,) and other.shape == (probe_experts, *tensor.shape[1:]):
             if not tensor.is_contiguous():
-                raise _refuse(layer, name, f"is not contiguous (strides {tensor.stride()})")
+                raise refuse(layer, name, f"is not contiguous (strides {tensor.stride()})")
             chosen[name] = tensor
         else:
-            raise _refuse(
-                layer, name, f"has shape {tuple(tensor.shape)}, whose expert dimension is not first"
-            )
+            raise refuse(layer, name, f"has shape {tuple(tensor.shape)}, whose expert dimension is not first")
     return chosen
 
 
-def _refuse(layer: Any, name: str, why: str) -> UnsupportedError:
+def check_chunk(
+    layer: Any, chunk: range, tensors: dict[str, torch.Tensor], shared: dict[str, torch.Tensor]
+) -> None:
+    """Hold a processed chunk of a layer against its layout and against what the first chunk gave.
+
+    Args:
+        layer: its `layout` is known.
+        chunk: the experts in it.
+        tensors: `kernel_tensors` of the chunk.
+        shared: what of the first chunk's is not per expert; the last chunk's stays in the kernel for all experts.
+
+    Raises:
+        UnsupportedError: a tensor is missing, has another form, or depends on the chunk.
+    """
+    for part in layer.layout.parts:
+        rows = tensors.get(part.name)
+        if rows is None or rows.dtype != part.dtype or rows.shape != (len(chunk), *part.row_shape):
+            raise refuse(
+                layer, part.name, f"came out differently for experts {chunk.start} … {chunk.stop - 1}"
+            )
+    for name in tensors.keys() | shared.keys():
+        if name in layer.layout.names:
+            continue
+        mine, first = tensors.get(name), shared.get(name)
+        if mine is None or first is None or not torch.equal(mine, first):
+            raise refuse(layer, name, "depends on which experts are processed together")
+
+
+def refuse(layer: Any, name: str, why: str) -> UnsupportedError:
+    """The refusal of a layer for one tensor of its kernel."""
     return UnsupportedError(
         f"{layer.layer_name}: {name} of {type(layer.quant_method).__name__} {why}, so it cannot be paged by expert.",
         'Choose another kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',

@@ -82,8 +82,8 @@ class LayerLoader:
         paging = self._paging
         try:
             if self._layer is paging.layers[0]:
+                _refuse_missing(paging.layers)
                 _plan_layers(paging)
-            self._refuse_missing()
             self._fill_store()
         except VvllmError as error:
             paging.board.refuse(error)
@@ -95,16 +95,10 @@ class LayerLoader:
         if self._layer is paging.layers[-1]:
             paging.loaded()
 
-    def _refuse_missing(self) -> None:
+    def arrivals(self) -> dict[tuple[str, str], set[int]]:
+        """(parameter, shard) to the experts that the checkpoint had it for."""
         names = {id(p): name for name, p in self._layer._parameters.items()}
-        for (param, shard), experts in self._arrived.items():
-            missing = sorted(set(range(self._layer.experts)) - experts)
-            if missing:
-                raise CheckpointError(
-                    f"{self._layer.layer_name}: the checkpoint has no {shard} of {names.get(param, '?')} "
-                    f"for expert {missing[0]}" + (f" and {len(missing) - 1} others." if missing[1:] else "."),
-                    "The checkpoint is incomplete: download it again.",
-                )
+        return {(names.get(param, "?"), shard): experts for (param, shard), experts in self._arrived.items()}
 
     def build(self, raw: Raw, experts: range) -> dict[str, torch.Tensor]:
         """Build, fill and process a layer of only these experts on the device.
@@ -159,23 +153,41 @@ class LayerLoader:
         paging.board.set("phase", Phase.PROCESSING)
         records = paging.store.region(layer.index)
         starts = [*range(0, layer.experts - layer.slots, layer.slots), layer.experts - layer.slots]
+        shared: dict[str, torch.Tensor] | None = None
+        filled = 0
         for start in starts:
             chunk = range(start, start + layer.slots)
             tensors = self.build(raw, chunk)
+            rest = {name: t for name, t in tensors.items() if name not in layer.layout.names}
+            shared = {name: t.clone() for name, t in rest.items()} if shared is None else shared
+            bundle.check_chunk(layer, chunk, tensors, shared)
             for part in layer.layout.parts:
-                rows = tensors.get(part.name)
-                if rows is None or rows.dtype != part.dtype or rows.shape != (layer.slots, *part.row_shape):
-                    raise UnsupportedError(
-                        f"{layer.layer_name}: {part.name} came out differently for experts {start} … {chunk.stop - 1}.",
-                        "This format cannot be paged; please report the model.",
-                    )
-                records[start : chunk.stop, part.offset : part.offset + part.nbytes].copy_(
-                    rows_as_bytes(rows)
-                )
+                rows = rows_as_bytes(tensors[part.name])
+                region = records[start : chunk.stop, part.offset : part.offset + part.nbytes]
+                twice = filled - start  # the last chunk overlaps the one before
+                if twice > 0 and not torch.equal(region[:twice], rows[:twice].cpu()):
+                    raise bundle.refuse(layer, part.name, "depends on which experts are processed together")
+                region.copy_(rows)
+            filled = chunk.stop
         slots = {part.name: tensors[part.name] for part in layer.layout.parts}
         layer.pool = SlotPool(slots, records, layer.layout)
         if paging.settings.poison:
             layer.pool.poison()
+
+
+def _refuse_missing(layers: list[PagedExperts]) -> None:
+    """Refuse a checkpoint that lacks what other experts, or other layers, have."""
+    arrivals = [(layer, layer.loader.arrivals()) for layer in layers]
+    everywhere = {key for _, arrived in arrivals for key in arrived}
+    for layer, arrived in arrivals:
+        for name, shard in sorted(everywhere):
+            missing = sorted(set(range(layer.experts)) - arrived.get((name, shard), set()))
+            if missing and name in layer._parameters:
+                raise CheckpointError(
+                    f"{layer.layer_name}: the checkpoint has no {shard} of {name} for expert {missing[0]}"
+                    + (f" and {len(missing) - 1} others." if missing[1:] else "."),
+                    "The checkpoint is incomplete: download it again.",
+                )
 
 
 def _plan_layers(paging: Paging) -> None:

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.host_store import HostStore
 from vvllm_pager.settings import KEY, CacheSettings
-from vvllm_shared import PINNED_VLLM, limits
+from vvllm_shared import PINNED_VLLM, is_pinned, limits
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.errors import ConfigError, UnsupportedError, VvllmError
 
@@ -102,6 +102,13 @@ class Paging:
                 f"expert_cache: {slots} slots a layer, but the model has {experts} experts a layer.",
                 f"Give at most slots = {experts}.",
             )
+        if slots < 3 * top_k:
+            log.warning(
+                "expert_cache: %d slots a layer are less than three times the %d experts of a token: "
+                "most are paged in anew for every token.",
+                slots,
+                top_k,
+            )
         self.store = HostStore(
             [(layer.experts, layout.record_bytes) for layer, layout in zip(self.layers, layouts, strict=True)]
         )
@@ -142,15 +149,24 @@ def _refuse_engine(config: VllmConfig) -> None:
         raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
 
 
+_MOVES = "and vLLM would move what the pager already holds"
+_SIZES = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "prefill_context_parallel_size",
+)
+
+
 def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
     """(what is set, what to do) of everything that the pager was not verified with."""
-    if vllm.__version__ != PINNED_VLLM:
+    if not is_pinned(vllm.__version__):
         yield (
             f"vLLM {vllm.__version__} is installed",
             f"Install vllm=={PINNED_VLLM}: paging rests on its internals and was verified with it alone.",
         )
-    parallel = config.parallel_config
-    for size in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    parallel, offload = config.parallel_config, config.offload_config
+    for size in _SIZES:
         if getattr(parallel, size) > 1:
             yield f"{size} is {getattr(parallel, size)}", f"Set --{size.replace('_', '-')} 1."
     switches = [
@@ -159,10 +175,11 @@ def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
         (parallel.enable_dbo, "dual batch overlap is on", "--enable-dbo"),
         (config.lora_config is not None, "LoRA is on", "--enable-lora"),
         (config.speculative_config is not None, "speculative decoding is on", "--speculative-config"),
+        (offload.uva.cpu_offload_gb > 0, f"cpu_offload_gb is set, {_MOVES}", "--cpu-offload-gb"),
         (
-            config.offload_config.uva.cpu_offload_gb > 0,
-            "cpu_offload_gb is set, and vLLM would move what the pager already holds",
-            "--cpu-offload-gb",
+            offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0,
+            f"prefetch offloading is on, {_MOVES}",
+            "--offload-backend and --offload-group-size",
         ),
     ]
     for on, reason, flag in switches:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any
 
 from vvllm_shared import limits
 from vvllm_shared.errors import ConfigError
@@ -29,12 +28,14 @@ class CacheSettings:
     """For verification: free slots hold NaN, so that a read of a slot that was never loaded shows."""
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> CacheSettings:
-        """Check the user's dictionary.
+    def parse(cls, given: object) -> CacheSettings:
+        """Check what the user gave.
 
         Raises:
             ConfigError: unknown key, wrong type, both sizes or none, a size out of bounds.
         """
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"expert_cache is {given!r}.", 'Give a dictionary, for example {"slots": 32}.')
         known = {f.name for f in fields(cls)}
         for key in given:
             if key not in known:
@@ -62,7 +63,7 @@ class CacheSettings:
                     f"expert_cache: {name} is {value!r}.", f"Give a whole number {low} … {high}."
                 )
         size = self.cache_gb
-        if size is not None and (type(size) not in (int, float) or not 0 < size < 1024):
+        if size is not None and (type(size) not in (int, float) or not 0 < size <= limits.CACHE_GB):
             raise ConfigError(f"expert_cache: cache_gb is {size!r}.", "Give GiB of VRAM, for example 4.0.")
         if type(self.poison) is not bool:
             raise ConfigError(f"expert_cache: poison is {self.poison!r}.", "Give true or false.")

@@ -7,13 +7,15 @@ import threading
 
 import numpy as np
 import zmq
+from vllm.logger import init_logger
 
 from vvllm_shared import limits
 from vvllm_shared.board import Board
-from vvllm_shared.errors import ProtocolError
 from vvllm_shared.messages import DecodeTrace, PrefillTrace
 from vvllm_shared.residency.page_table import Ints
 from vvllm_shared.wire import encode
+
+log = init_logger("vllm.vvllm_pager")
 
 DECODE_TOKENS = 32
 """Batches of at most this many tokens are traced id by id, larger ones as counts per expert."""
@@ -38,6 +40,8 @@ class TraceSender:
         self._board = board
         self._step: list[Ints] = []
         self._seq = 0
+        self._overflowed = 0  # written by the forward's thread, `_unsent` by the sender's
+        self._unsent = 0
         self._queue: queue.Queue[tuple[int, int, list[Ints]]] = queue.Queue(limits.TRACE_QUEUE)
         threading.Thread(target=self._run, name="vvllm-traces", daemon=True).start()
 
@@ -52,7 +56,7 @@ class TraceSender:
         try:
             self._queue.put_nowait((self._seq, step, self._step))
         except queue.Full:
-            self._board.add("traces_dropped")
+            self._overflowed += 1
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -65,8 +69,13 @@ class TraceSender:
             try:
                 socket.send(self._encode(*step), zmq.NOBLOCK)
                 self._board.add("traces_sent")
-            except (zmq.Again, ProtocolError):  # the policy process lags; a table larger than a frame
-                self._board.add("traces_dropped")
+            except zmq.Again:  # the policy process lags
+                self._unsent += 1
+            except Exception:
+                if not self._unsent:
+                    log.exception("A router trace could not be sent; there may be more")
+                self._unsent += 1
+            self._board.set("traces_dropped", self._overflowed + self._unsent)
 
     def _encode(self, seq: int, step: int, layers: list[Ints]) -> bytes:
         tokens = len(layers[0])

@@ -50,7 +50,6 @@ FIELDS = (
     "traces_sent",
     "traces_dropped",
     "advice_applied",
-    "advice_ignored",
 )
 
 
@@ -105,8 +104,9 @@ class Board:
     def refuse(self, error: VvllmError) -> None:
         """Tell the daemon why this engine cannot start; vLLM itself would only say that it did not."""
         room = _BYTES - _REFUSAL_AT - 1
-        fields = [type(error).__name__, error.sentence[: room // 4], error.hint[: room // 8]]
-        text = json.dumps(fields).encode()[:room]
+        sentence, hint = error.sentence, error.hint
+        while len(text := json.dumps([type(error).__name__, sentence, hint]).encode()) > room:
+            sentence, hint = sentence[: len(sentence) * 3 // 4], hint[: len(hint) * 3 // 4]
         self._map[_REFUSAL_AT : _REFUSAL_AT + len(text) + 1] = text + b"\0"
 
     def refusal(self) -> VvllmError | None:

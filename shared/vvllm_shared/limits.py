@@ -1,4 +1,4 @@
-"""Every bound on what arrives from outside a process, in one table. Each has a test."""
+"""Every bound on what arrives from outside a process, in one table."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ NESTING = 8
 """Depth of MessagePack arrays and maps."""
 TRACE_QUEUE = 64
 """Trace messages that may wait for a lagging policy process before new ones are dropped."""
-RESIDENCY_BYTES_PER_CALL = 32 * MIB
-"""Bundle bytes that one residency call may move, so that no request waits long behind it."""
 ADVICE_QUEUE = 16
 """Messages of the policy process that may wait for the daemon; the next ones wait at the sender."""
 BAD_MESSAGES = 16
@@ -44,6 +42,8 @@ LAYERS = 1024
 SLOTS = 992
 """Slots per layer: vLLM's block alignment kernel wants fewer than 1,024 padded experts."""
 TOP_K = 64
+CACHE_GB = 1024.0
+"""GiB of VRAM for experts that an option may ask for."""
 
 # Unix sockets
 SOCKET_PATH_BYTES = 107

@@ -40,6 +40,7 @@ def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Ca
     ("variant", "sentence"),
     [
         ("reduction", "toy_maximum of ToyMoEMethod depends on which experts are processed together"),
+        ("relative", "toy_relative of ToyMoEMethod depends on which experts are processed together"),
         ("opaque", "holds torch._C.Generator at kernel.impl.fused_experts.toy_opaque"),
         ("transposed", "toy_transposed of ToyMoEMethod has shape"),
     ],
@@ -51,3 +52,15 @@ def test_what_is_not_understood_is_refused(
         ask(toy_model(variant), "qwen3_moe", [[SHORT]], {"slots": 5})
     assert sentence in refusal.value.sentence
     assert "moe_backend" in refusal.value.hint
+
+
+def test_a_reduction_that_the_first_experts_hide_is_refused(toy_model: Callable[[str], Path]) -> None:
+    """The largest expert is the first: every small chunk from the start has the same maximum, later ones have not."""
+    from safetensors.torch import load_file, save_file
+
+    model = toy_model("reduction")
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.0.down_proj.weight"] *= 64
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UnsupportedError, match="toy_maximum of ToyMoEMethod depends on which experts"):
+        ask(model, "qwen3_moe", [[SHORT]], {"slots": 5})

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.engine
         ({"slot": 4}, 'unknown option "slot"', 'Did you mean "slots"?'),
         ({"slots": "4"}, "slots is '4'", "whole number"),
         ({"slots": True}, "slots is True", "whole number"),
+        (32, "expert_cache is 32", "dictionary"),
         ({"slots": 993}, "slots is 993", "1 … 992"),
         ({"cache_gb": -1.0}, "cache_gb is -1.0", "GiB"),
         ({"slots": 3}, "3 slots a layer, but one token needs 4", "at least slots = 4"),
@@ -55,12 +56,12 @@ def test_engine_options(
 
 
 def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from vvllm_pager import paging
+    import vllm
 
-    monkeypatch.setattr(paging, "PINNED_VLLM", "0.31.4")
-    with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0 is installed") as refusal:
+    monkeypatch.setattr(vllm, "__version__", "0.31.4")
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.31\.4 is installed") as refusal:
         ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 4})
-    assert "vllm==0.31.4" in refusal.value.hint
+    assert "vllm==0.32.0" in refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -81,6 +82,7 @@ def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: 
             "--pipeline-parallel-size 1",
         ),
         ("parallel_config", "data_parallel_size", 2, "data_parallel_size is 2", "--data-parallel-size 1"),
+        ("offload_config", "offload_backend", "prefetch", "prefetch offloading is on", "--offload-backend"),
         ("parallel_config", "enable_eplb", True, "load balancing is on", "--enable-eplb"),
         ("", "speculative_config", object(), "speculative decoding is on", "--speculative-config"),
     ],
@@ -112,6 +114,20 @@ def test_checkpoint_without_one_experts_tensor(zoo_model: Callable[[str], Path],
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts.* for expert 7") as refusal:
         ask(model, "qwen3_moe", [[SHORT]], {"slots": 4})
     assert "download it again" in refusal.value.hint
+
+
+def test_checkpoint_without_a_projection_of_a_whole_layer(
+    zoo_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Nothing of it arrives at that layer, so only the other layers tell that it should have."""
+    from safetensors.torch import load_file, save_file
+
+    model = shutil.copytree(zoo_model("qwen3_moe"), tmp_path / "damaged")
+    tensors = load_file(model / "model.safetensors")
+    kept = {n: t for n, t in tensors.items() if not (".layers.1." in n and n.endswith("up_proj.weight"))}
+    save_file(kept, model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts.* for expert 0 and 15 others"):
+        ask(model, "qwen3_moe", [[SHORT]], {"slots": 4})
 
 
 def test_a_refusal_reaches_the_daemon_through_the_board(zoo_model: Callable[[str], Path]) -> None:

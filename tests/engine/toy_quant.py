@@ -35,6 +35,8 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
         experts.toy_scales = scales
         if self.variant == "reduction":
             experts.toy_maximum = largest.max()
+        elif self.variant == "relative":
+            experts.toy_relative = largest - largest.mean()
         elif self.variant == "opaque":
             experts.toy_opaque = torch.Generator()
         elif self.variant == "transposed":

@@ -112,16 +112,6 @@ class PageTable:
         self.expert_in[slots] = expert_ids
         self.slot_of[expert_ids] = slots
 
-    def copy(self) -> PageTable:
-        """A table that may be changed without changing this one."""
-        return PageTable(
-            self.slot_of.copy(),
-            self.expert_in.copy(),
-            self.last_used.copy(),
-            self.heat.copy(),
-            self.bias.copy(),
-        )
-
     def check(self) -> None:
         """Raise AssertionError, with the numbers, where the two directions of the table disagree."""
         for slot, expert in enumerate(self.expert_in):
