@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from vvllm_shared.errors import Exit, UsageError, VvllmError
+from vvllm_msd.endings import report
+from vvllm_shared.errors import Exit, UsageError
 from vvllm_shared.processes import die_with_parent
 
 _PARENT = "_VVLLM_PARENT"
@@ -47,14 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = _parse(argv)
         return int(args.run(args))
-    except VvllmError as error:
-        print(f"vvllm-msd: {error}", file=sys.stderr)
-        return int(error.exit_code)
     except KeyboardInterrupt:
         return int(Exit.INTERRUPTED)
-    except Exception:
-        traceback.print_exc()
-        return int(Exit.INTERNAL)
+    except Exception as error:
+        return report(error)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -36,7 +36,7 @@ class CacheConfig:
     """
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=limits.SLOTS)] | None = None
-    cache_gb: Annotated[float, msgspec.Meta(gt=0, le=65_536)] | None = None
+    cache_gb: Annotated[float, msgspec.Meta(gt=0, le=limits.CACHE_GB)] | None = None
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,10 @@ class ServerConfig:
     drain_seconds: Seconds = 20.0
     """How long running requests may go on after SIGTERM."""
     watchdog_seconds: Seconds = 60.0
-    """The engine is restarted after so long without progress while requests run; 0 never."""
+    """The engine is restarted after so long without progress while requests run (ten times as long in its first
+    32 steps, which compile kernels); 0 never."""
     max_restarts: Annotated[int, msgspec.Meta(ge=0)] = 5
-    """Engines that may die in a row before the daemon gives up."""
+    """Engines that may die, or fail to start, in a row before the daemon gives up."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ import asyncio
 import contextlib
 import multiprocessing
 from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
+from vvllm_msd.checkpoint.experts import layer_of
 from vvllm_msd.engine_arguments import EngineSpec, app_args, split_options
 from vvllm_shared import PINNED_VLLM, logs
 from vvllm_shared.board import Board
@@ -188,17 +190,7 @@ class RunningEngine:
         """vLLM only logs a plugin that fails to load and then serves unpaged layers: ask the worker itself."""
         report = await self.rpc("pager_report")
         self.layers = msgspec.convert(report["layers"], tuple[LayerShape, ...])
-        if report["unpaged"]:
-            raise UnsupportedError(
-                f"{len(report['unpaged'])} MoE layers of {spec.model} are not paged, "
-                f"the first is {report['unpaged'][0]}.",
-                "This model's experts would fill the GPU; please report the model.",
-            )
-        if not self.layers:
-            raise UnsupportedError(
-                f"No layer of {spec.model} is paged: the pager was not loaded.",
-                "Unset VLLM_PLUGINS, or add vvllm_pager to it; vLLM's log above may name the reason.",
-            )
+        check_layers(spec, [layer.name for layer in self.layers], report["unpaged"])
 
     async def _build_app(self, args: Namespace) -> None:
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
@@ -210,6 +202,41 @@ class RunningEngine:
         app.state.server = self.death
         await self._lifespan.enter_async_context(app.router.lifespan_context(app))
         self.app = app
+
+
+def check_layers(spec: EngineSpec, paged: Iterable[str], unpaged: Sequence[str]) -> None:
+    """Compare the layers that were built with those that the checkpoint has.
+
+    Args:
+        spec: names the layers that must be there.
+        paged: names of the modules that are paged.
+        unpaged: names of those that have experts and are not.
+
+    Raises:
+        UnsupportedError: naming the layers that differ.
+    """
+    if unpaged:
+        raise UnsupportedError(
+            f"{len(unpaged)} MoE layers of {spec.model} are not paged, the first is {unpaged[0]}.",
+            "This model's experts would fill the GPU; please report the model.",
+        )
+    found = {layer_of(f"{name}."): name for name in paged}
+    if not found:
+        raise UnsupportedError(
+            f"No layer of {spec.model} is paged: the pager was not loaded.",
+            "Unset VLLM_PLUGINS, or add vvllm_pager to it; vLLM's log above may name the reason.",
+        )
+    if absent := sorted(set(spec.moe_layers) - found.keys()):
+        raise UnsupportedError(
+            f"vLLM built layers {', '.join(map(str, absent))} of {spec.model} without paged experts, "
+            "and the checkpoint has experts for them.",
+            "An [engine] option that changes the model? Otherwise please report the model.",
+        )
+    if extra := [name for layer, name in found.items() if layer not in spec.moe_layers]:
+        raise UnsupportedError(
+            f"vLLM built experts for {', '.join(extra)}, and the checkpoint in {spec.model} has none there.",
+            "An [engine] option that changes the model? Otherwise please report the model.",
+        )
 
 
 def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
@@ -232,7 +259,8 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
             config.model_config.original_max_model_len = -1
     except VvllmError:
         raise
-    except (ValueError, TypeError, KeyError, NotImplementedError, AssertionError) as error:
+    except (ValueError, TypeError, KeyError, AssertionError, OSError, RuntimeError) as error:
+        # All that vLLM and transformers raise for an option, a tokenizer or a machine that does not suit them.
         raise ConfigError(f"vLLM refuses {spec.model}: {_reason(error)}") from error
     try:
         return AsyncLLM.from_vllm_config(config, disable_log_stats=args.disable_log_stats), args

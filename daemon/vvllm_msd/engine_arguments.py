@@ -25,6 +25,7 @@ _OURS = {
     "served_model_name": "The model is served under the name of its directory.",
     "worker_cls": "The pager works in vLLM's own.",
     "worker_extension_cls": "It is the pager's.",
+    "trust_remote_code": "Remove it: Python code of a model is never executed here.",
     "max_num_seqs": "Use server.max_num_seqs.",
     "max_model_len": "Use server.max_model_len.",
     "reasoning_parser": "Use server.reasoning_parser.",
@@ -43,6 +44,7 @@ class EngineSpec:
         name: the model's name in the API.
         expert_cache: the pager's options, {"slots": n} or {"cache_gb": x}.
         fingerprint: names the checkpoint for the policy's profiles.
+        moe_layers: numbers of the layers that have experts; exactly these must be paged.
         options: the daemon's choices, fields of `AsyncEngineArgs` and of vLLM's front end.
         user_options: the configuration's `[engine]` table, which overrides `options`.
         fit_context: `max_model_len` is a wish, to be shortened to what the KV cache holds.
@@ -52,9 +54,19 @@ class EngineSpec:
     name: str
     expert_cache: Mapping[str, int | float]
     fingerprint: str
+    moe_layers: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     user_options: Mapping[str, Any] = field(default_factory=dict)
     fit_context: bool = False
+
+
+def set_common_environment(env: MutableMapping[str, str]) -> None:
+    """What every engine of ours reads: no network, no usage statistics; the user's choices stand."""
+    env.update({"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"})
+    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    if importlib.util.find_spec("flashinfer") is None:
+        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] = os.environ) -> None:
@@ -63,23 +75,18 @@ def set_environment(rpc_dir: Path, board_fd: int, env: MutableMapping[str, str] 
     What the user may choose is only a default here. The rest is ours: a forked engine would inherit the daemon's
     listening socket and lock, and ipc files belong into the private directory.
     """
+    set_common_environment(env)
     env.update(
         {
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_RPC_BASE_PATH": str(rpc_dir),
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
             BOARD_ENV: f"/proc/{os.getpid()}/fd/{board_fd}",
         }
     )
     # Its process removes the shared memory of a killed engine, and would say so at each end of the daemon.
     env.setdefault("PYTHONWARNINGS", "ignore::UserWarning:multiprocessing.resource_tracker")
-    env.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    env.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # A large model may load for longer than vLLM's 10 minutes; the daemon shows the progress instead.
     env.setdefault("VLLM_ENGINE_READY_TIMEOUT_S", "86400")
-    if importlib.util.find_spec("flashinfer") is None:
-        env.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
 def split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,6 +7,7 @@ and the daemon prints all of them with their source.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 
 from vvllm_msd.config import DaemonConfig
 from vvllm_shared.errors import CheckpointError, ConfigError
+from vvllm_shared.limits import GIB
 
 MAX_MODEL_LEN = 32_768
 CAPTURE_SIZES = (1, 2, 4)
-"""Batches that are captured as CUDA graphs: what a few people decode at once."""
+"""Batches to capture as CUDA graphs where `engine.enforce_eager` is false: what a few people decode at once."""
 
 Named = tuple[tuple[str, str], ...]
 """(text, parser): the first parser whose text stands in the model's chat template is taken; "" always does."""
@@ -70,9 +72,11 @@ class ModelFacts:
     Attributes:
         model_type: as in its `config.json`.
         experts: routed experts of its smallest MoE layer.
+        top_k: experts that a token uses in each layer.
         max_model_len: positions that it was made for; None where it does not say.
         chat_template: "" where it has none.
         multimodal: it has a vision part.
+        slot_bytes: what one slot in each layer takes together, at least; 0 where that is not known.
     """
 
     model_type: str
@@ -81,6 +85,7 @@ class ModelFacts:
     max_model_len: int | None
     chat_template: str = ""
     multimodal: bool = False
+    slot_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -114,7 +119,8 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
     """Settings of the engine for `config` and the checkpoint of `facts`.
 
     Raises:
-        ConfigError: fewer slots than the model needs at once, more than it has experts, or vision without eyes.
+        ConfigError: fewer slots (or a cache too small for those) than the model needs at once, more than it has
+            experts, or vision without eyes.
     """
     if config.server.vision and not facts.multimodal:
         raise ConfigError(
@@ -129,6 +135,8 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
         # The host decides between the layers of a step what is paged, so a step cannot be one CUDA graph.
         "enforce_eager": True,
     }
+    # Graphs of few sizes instead of vLLM's long list. So far it is for nobody: the pager refuses graphs on a GPU,
+    # and the CPU backend has none.
     if not config.engine.get("enforce_eager", True):
         options["cudagraph_capture_sizes"] = list(CAPTURE_SIZES)
     if reasoning := _parser(config.server.reasoning_parser, facts, lambda family: family.reasoning):
@@ -139,9 +147,11 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
 
 
 def _expert_cache(config: DaemonConfig, facts: ModelFacts) -> tuple[dict[str, int | float], tuple[str, ...]]:
-    if config.cache.cache_gb is not None:
-        return {"cache_gb": config.cache.cache_gb}, ()
     comfortable = min(3 * facts.top_k, facts.experts)
+    if config.cache.cache_gb is not None:
+        return {"cache_gb": config.cache.cache_gb}, _cache_gb_warnings(
+            config.cache.cache_gb, comfortable, facts
+        )
     slots = config.cache.slots or comfortable
     if slots < facts.top_k:
         raise ConfigError(
@@ -154,11 +164,39 @@ def _expert_cache(config: DaemonConfig, facts: ModelFacts) -> tuple[dict[str, in
             f"Give at most {facts.experts}.",
         )
     if slots < comfortable:
-        return {"slots": slots}, (
-            f"cache.slots is {slots}: with less than three times the {facts.top_k} experts of a token "
-            f"({comfortable}) most of them are paged in anew for every token.",
-        )
+        return {"slots": slots}, (_few(f"cache.slots is {slots}", comfortable, facts),)
     return {"slots": slots}, ()
+
+
+def _cache_gb_warnings(cache_gb: float, comfortable: int, facts: ModelFacts) -> tuple[str, ...]:
+    """What to say of a size in GiB. The pager, which knows the bundles, has the last word on the number of slots.
+
+    Raises:
+        ConfigError: it gives too few slots, however the engine lays the experts out.
+    """
+    if not facts.slot_bytes:
+        return ()
+    slots = int(cache_gb * GIB) // facts.slot_bytes
+    given = f"cache.cache_gb is {cache_gb:g}, which is {slots} slots a layer"
+    if slots < facts.top_k:
+        least, better = (_gib_up(count * facts.slot_bytes) for count in (facts.top_k, comfortable))
+        raise ConfigError(
+            f"{given}, and each token of this model needs {facts.top_k} experts at once.",
+            f"Give at least {least}, better {better}.",
+        )
+    return (_few(given, comfortable, facts),) if slots < comfortable else ()
+
+
+def _gib_up(count: int) -> str:
+    """Bytes in GiB, rounded up, so that they hold what they are for."""
+    return f"{math.ceil(count / GIB * 1000) / 1000:.3f}".rstrip("0").rstrip(".")
+
+
+def _few(given: str, comfortable: int, facts: ModelFacts) -> str:
+    return (
+        f"{given}: with less than three times the {facts.top_k} experts of a token "
+        f"({comfortable}) most of them are paged in anew for every token."
+    )
 
 
 def _parser(chosen: str | None, facts: ModelFacts, named: Callable[[Family], Named]) -> str | None:
@@ -195,8 +233,8 @@ def _settings(
     )
 
 
-def read_facts(directory: Path, experts: int, top_k: int) -> ModelFacts:
-    """The facts of the checkpoint in `directory`, of which `experts` and `top_k` are known.
+def read_facts(directory: Path, experts: int, top_k: int, slot_bytes: int = 0) -> ModelFacts:
+    """The facts of the checkpoint in `directory`, of which `experts`, `top_k` and `slot_bytes` are known.
 
     Raises:
         CheckpointError: a `config.json` or `tokenizer_config.json` that cannot be read.
@@ -211,6 +249,7 @@ def read_facts(directory: Path, experts: int, top_k: int) -> ModelFacts:
         max_model_len=next((length for length in lengths if isinstance(length, int)), None),
         chat_template=_chat_template(directory),
         multimodal="vision_config" in config,
+        slot_bytes=slot_bytes,
     )
 
 

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -20,11 +19,13 @@ import msgspec
 from vvllm_msd import demo_model
 from vvllm_msd.checkpoint import validate
 from vvllm_msd.config import DaemonConfig
+from vvllm_msd.endings import report
 from vvllm_msd.engine import RunningEngine
 from vvllm_msd.engine_arguments import EngineSpec, set_environment
 from vvllm_msd.engine_settings import engine_settings, read_facts
 from vvllm_msd.events import EventHub
 from vvllm_msd.gateway import Gateway
+from vvllm_msd.memory import check_host_memory, host_memory
 from vvllm_msd.policy_link import PolicyLink
 from vvllm_msd.runtime_dir import RuntimeDir, remove_engine_files, runtime_dir
 from vvllm_msd.status import CacheStatus, PolicyStatus, Stage, Status
@@ -203,7 +204,7 @@ def serve(config: DaemonConfig) -> NoReturn:
     It ends the process itself, with an exit code of `vvllm_shared.errors.Exit`.
 
     Raises:
-        VvllmError: the checkpoint, the configuration or the runtime directory is refused.
+        VvllmError: the checkpoint, the configuration or the runtime directory is refused, or memory is short.
     """
     logs.set_up("vvllm-msd", config.log.level, config.log.json)
     spec = _engine_spec(config)
@@ -217,21 +218,29 @@ def serve(config: DaemonConfig) -> NoReturn:
 
 
 def _engine_spec(config: DaemonConfig) -> EngineSpec:
-    """What to start, after the checkpoint and the configuration have been checked against each other."""
+    """What to start, after checkpoint, configuration and machine have been checked against each other."""
     demo = config.model == "demo"
     model = demo_model.ensure(state_dir() / "demo") if demo else Path(config.model).absolute()
     checkpoint = validate(model)
-    settings = engine_settings(config, read_facts(model, checkpoint.experts, checkpoint.top_k))
+    # Weights that vLLM quantizes while it loads them become smaller than anything that is known here.
+    quantizes = "quantization" in config.engine and not checkpoint.quantization
+    least_bytes = 0 if quantizes else checkpoint.least_experts_bytes
+    facts = read_facts(model, checkpoint.experts, checkpoint.top_k, least_bytes // checkpoint.experts)
+    settings = engine_settings(config, facts)
     log = logs.get()
     for warning in (*checkpoint.warnings, *settings.warnings):
         log.warning("warning", sentence=warning)
     for setting in settings.settings:
         log.info("setting", name=setting.name, value=setting.value, source=setting.source)
+    memory = host_memory()
+    log.info("memory", experts_bytes=least_bytes, available_bytes=memory.available, available_in=memory.bound)
+    check_host_memory(least_bytes, memory)
     return EngineSpec(
         model=model,
         name="demo" if demo else model.name,
         expert_cache=settings.expert_cache,
         fingerprint=_fingerprint(model),
+        moe_layers=checkpoint.moe_layers,
         options=settings.options,
         user_options=config.engine,
         fit_context=config.server.max_model_len is None,
@@ -249,12 +258,8 @@ def _fingerprint(model: Path) -> str:
 def _run(config: DaemonConfig, spec: EngineSpec, runtime: RuntimeDir) -> int:
     try:
         asyncio.run(_async_run(config, spec, runtime))
-    except VvllmError as error:
-        print(f"vvllm-msd: {error}", file=sys.stderr)
-        return int(error.exit_code)
-    except Exception:
-        traceback.print_exc()
-        return int(Exit.INTERNAL)
+    except Exception as error:
+        return report(error)
     return int(Exit.OK)
 
 

@@ -24,7 +24,7 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 def spec(**user_options: Any) -> engine_arguments.EngineSpec:
     return engine_arguments.EngineSpec(
-        Path("/models/tiny"), "tiny", {"slots": 8}, "f", {"max_num_seqs": 4}, user_options
+        Path("/models/tiny"), "tiny", {"slots": 8}, "f", (0, 1), {"max_num_seqs": 4}, user_options
     )
 
 
@@ -107,6 +107,7 @@ def test_the_front_end_s_arguments_are_complete() -> None:
     [
         ({"no_such_option": 1}, "no_such_option"),
         ({"model": "other"}, "model"),
+        ({"trust_remote_code": True}, "trust_remote_code"),
         ({"port": 8000}, "port"),
         ({"additional_config": {"expert_cache": {"slots": 3}}}, "cache.slots"),
     ],

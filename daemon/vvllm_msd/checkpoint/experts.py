@@ -7,19 +7,19 @@ experts of a layer (`...experts.gate_up_proj`, whose first dimension is the expe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
 from vvllm_msd.checkpoint.files import Stored
-from vvllm_msd.checkpoint.header import DOWNLOAD_AGAIN
+from vvllm_msd.checkpoint.header import DOWNLOAD_AGAIN, Tensor
 from vvllm_msd.checkpoint.model_config import ModelConfig
 from vvllm_shared.errors import CheckpointError, UnsupportedError
 
-_NAME = re.compile(
-    r"(?P<stem>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<layer>\d{1,6})\.(?P<block>(?:.*?\.)?)experts\.(?P<rest>.+)"
-)
+_LAYER = r"(?P<stem>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<layer>\d{1,6})\."
+_IN_LAYER = re.compile(_LAYER)
+_NAME = re.compile(_LAYER + r"(?P<block>(?:.*?\.)?)experts\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<expert>\d{1,6})\.(?P<tail>.+)")
 _ELSEWHERE = re.compile(r"(?:^|\.)(?:mtp|draft|visual|vision\w*|image\w*|audio\w*)\.")
 """Draft layers and towers for other modalities: not part of the language model."""
@@ -34,6 +34,9 @@ _BESIDE_WEIGHT = re.compile(
     r"|(?:input|output)_(?:scale|global_scale|zero_point)"
 )
 
+_NARROWED = {"F32": 2, "F64": 4}
+"""How many times as wide as 16 bits a float is stored."""
+
 
 class Part(NamedTuple):
     """What one tensor of an expert is for; as text, the end of its name, such as `up_proj.weight`."""
@@ -45,6 +48,12 @@ class Part(NamedTuple):
 
     def __str__(self) -> str:
         return self.tail
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the language model's layer that the tensor `name` is in; None if it is in none."""
+    match = _IN_LAYER.match(name)
+    return None if match is None or _ELSEWHERE.search(match["stem"]) else int(match["layer"])
 
 
 @lru_cache(maxsize=256)
@@ -74,8 +83,16 @@ class MoeLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of all experts, as stored."""
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes of all experts with each float in 16 bits, as vLLM may load it."""
+        return sum(tensor.nbytes // _NARROWED.get(tensor.dtype, 1) for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
         single = (stored for tensors in self.single.values() for stored in tensors.values())
-        return sum(stored.tensor.nbytes for stored in (*single, *self.fused.values()))
+        return (stored.tensor for stored in (*single, *self.fused.values()))
 
     def one(self) -> dict[Part, Stored]:
         """The tensors of the first expert, or of all at once: what every expert of a checked layer has."""

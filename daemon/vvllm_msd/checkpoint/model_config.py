@@ -23,7 +23,8 @@ _TOP_K = (
     "moe_k",
     "experts_per_token",
 )
-_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+LAYER_KEYS = ("num_hidden_layers", "n_layers", "num_layers")
+"""Where families have the number of the language model's layers."""
 _ALL_LAYERS = frozenset({"mixtral", "olmoe", "gpt_oss"})
 """Families whose every layer has experts, and whose configs have no word for it."""
 
@@ -46,6 +47,11 @@ class ModelConfig:
     """Whether the config asks for Python code of its own."""
 
 
+def text_config(whole: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config: `whole` itself where there are no other parts."""
+    return next((whole[key] for key in _TEXT_CONFIGS if isinstance(whole.get(key), dict)), whole)
+
+
 def read_model_config(directory: Path) -> ModelConfig:
     """Read `config.json` in `directory`.
 
@@ -55,17 +61,17 @@ def read_model_config(directory: Path) -> ModelConfig:
     """
     path = directory / "config.json"
     whole = read_json(path)
-    text = next((whole[key] for key in _TEXT_CONFIGS if isinstance(whole.get(key), dict)), whole)
+    text = text_config(whole)
     architectures = whole.get("architectures")
     architecture = _text(architectures[0] if isinstance(architectures, list) and architectures else None)
-    experts = _number(path, text, _EXPERTS, limits.EXPERTS)
+    experts = find_number(path, text, _EXPERTS, limits.EXPERTS)
     if experts is None:
         raise UnsupportedError(
             f"{directory} is not a Mixture-of-Experts model: its config.json ({architecture}) names no experts.",
             "Choose a Mixture-of-Experts model; vLLM alone serves the others.",
         )
-    layers = _needed(path, text, _LAYERS, limits.LAYERS)
-    top_k = _needed(path, text, _TOP_K, limits.TOP_K)
+    layers = needed_number(path, text, LAYER_KEYS, limits.LAYERS)
+    top_k = needed_number(path, text, _TOP_K, limits.TOP_K)
     if top_k > experts:
         raise CheckpointError(
             f"{path} has {top_k} experts per token but only {experts} experts.", _TAKE_AGAIN
@@ -85,8 +91,13 @@ def read_model_config(directory: Path) -> ModelConfig:
     )
 
 
-def _needed(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int:
-    number = _number(path, config, names, most)
+def needed_number(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int:
+    """Like `find_number`, but one must be there.
+
+    Raises:
+        CheckpointError: none is, or it is impossible.
+    """
+    number = find_number(path, config, names, most)
     if number is None:
         raise CheckpointError(f"{path} has no {names[0]}.", _TAKE_AGAIN)
     return number
@@ -98,8 +109,16 @@ def _text(value: object) -> str:
     return word if word.isprintable() else repr(word)
 
 
-def _number(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int | None:
-    """The first of `names` that the config sets; null and 0 mean absent, as dense variants of a family say it."""
+def find_number(path: Path, config: dict[str, Any], names: tuple[str, ...], most: int) -> int | None:
+    """The first of `names` that the config sets; null and 0 mean absent, as dense variants of a family say it.
+
+    Args:
+        path: the config's file, for the error.
+        most: the largest number that is possible.
+
+    Raises:
+        CheckpointError: it is no number, or an impossible one.
+    """
     for name in names:
         value = config.get(name)
         if isinstance(value, list) and value:

@@ -36,6 +36,8 @@ class Checkpoint:
     """One expert of one layer as stored; of the largest layer, should they differ."""
     experts_bytes: int
     """All experts of all layers, as stored."""
+    least_experts_bytes: int
+    """What they take once loaded, at least: vLLM computes 32-bit floats in 16 bits unless it is told otherwise."""
     total_bytes: int
     """All tensors of the directory, as stored."""
     dtype: str
@@ -72,6 +74,7 @@ def validate(model_dir: Path) -> Checkpoint:
         top_k=config.top_k,
         expert_bytes=max(layer.nbytes for layer in layers.values()) // config.experts,
         experts_bytes=sum(layer.nbytes for layer in layers.values()),
+        least_experts_bytes=sum(layer.least_bytes for layer in layers.values()),
         total_bytes=sum(stored.tensor.nbytes for stored in tensors.values()),
         dtype=config.dtype or _usual_dtype(tensors),
         quantization=config.quantization,

@@ -127,6 +127,25 @@ def test_a_bug_is_shown_as_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "ZeroDivisionError" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("module", ["msgspec", "structlog", "uvicorn"])
+def test_a_client_s_installation_names_what_the_daemon_needs(tmp_path: Path, module: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules[{module!r}] = None\n")
+    done = run("serve", "--model", "/nonexistent/model", PYTHONPATH=str(tmp_path))
+    assert done.returncode == Exit.CONFIG, done.stderr
+    assert f"The Python module {module} is not installed." in done.stderr
+    assert 'pip install "vvllm-ms[cuda]"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_another_module_that_is_missing_is_a_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vvllm_msd.lifecycle", None)
+    monkeypatch.delattr("vvllm_msd.lifecycle", raising=False)
+    assert cli.main(["serve", "--model", "/m"]) == Exit.INTERNAL
+    assert "Traceback" in capsys.readouterr().err
+
+
 def test_the_module_is_light() -> None:
     heavy = "{'torch', 'vllm', 'zmq', 'starlette', 'uvicorn', 'numpy', 'msgspec', 'structlog', 'psutil'}"
     program = (

@@ -108,6 +108,7 @@ def test_variables_that_are_no_keys_are_left_alone() -> None:
         ("[cache]\nslots = 0", ["cache.slots = 0", ">= 1"]),
         ("[cache]\ncache_gb = 0", ["cache.cache_gb", "> 0"]),
         ("[cache]\ncache_gb = inf", ["cache.cache_gb"]),
+        ("[cache]\ncache_gb = 1025", ["cache.cache_gb = 1025", "<= 1024"]),
         ("[policy]\nname = 'lru'", ["policy.name = 'lru'", "one of lfru, layer, off"]),
         ("[log]\nlevel = 'loud'", ["log.level", "loud"]),
         ("[cache]\nslots = 8\ncache_gb = 1.0", ["Both cache.slots and cache.cache_gb", "vvllm-msd.toml"]),

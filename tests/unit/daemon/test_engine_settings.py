@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vvllm_msd.config import DaemonConfig, Given, load
+from vvllm_msd.config import CacheConfig, DaemonConfig, Given, load
 from vvllm_msd.engine_settings import ModelFacts, engine_settings, read_facts
 from vvllm_shared.errors import CheckpointError, ConfigError
+from vvllm_shared.limits import GIB
 
 FACTS = ModelFacts("qwen3_moe", experts=128, top_k=8, max_model_len=262_144)
 
 
 def config(**keys: str) -> DaemonConfig:
-    given = [Given(key.replace("__", "."), value, "flag", key) for key, value in keys.items()]
-    return load([Given("model", "/m", "flag", "--model"), *given], env={})
+    flags = [Given(key.replace("__", "."), value, "flag", key) for key, value in keys.items()]
+    return load([Given("model", "/m", "flag", "--model"), *flags], env={})
 
 
 def test_defaults_for_small_cards() -> None:
@@ -74,6 +79,32 @@ def test_few_slots_are_warned_about(slots: str, warned: bool) -> None:
     settings = engine_settings(config(cache__slots=slots), FACTS)
     assert settings.expert_cache == {"slots": int(slots)}
     assert bool(settings.warnings) == warned
+
+
+ONE_GIB_SLOTS = replace(FACTS, slot_bytes=GIB)
+
+
+@pytest.mark.parametrize(("size", "warned"), [("8", True), ("23.9", True), ("24", False), ("500", False)])
+def test_a_small_cache_is_warned_about(size: str, warned: bool) -> None:
+    settings = engine_settings(config(cache__cache_gb=size), ONE_GIB_SLOTS)
+    assert settings.expert_cache == {"cache_gb": float(size)}
+    assert ["three times the 8 experts" in warning for warning in settings.warnings] == [True] * warned
+
+
+def test_a_cache_that_cannot_work_names_one_that_can() -> None:
+    with pytest.raises(ConfigError, match="7 slots a layer, and each token of this model needs 8") as refused:
+        engine_settings(config(cache__cache_gb="7.99"), ONE_GIB_SLOTS)
+    assert refused.value.hint == "Give at least 8, better 24."
+
+
+@given(st.integers(1, 2**40))
+def test_the_size_that_a_refusal_names_is_enough(slot_bytes: int) -> None:
+    facts = replace(FACTS, slot_bytes=slot_bytes)
+    with pytest.raises(ConfigError) as refused:
+        engine_settings(config(cache__cache_gb=str(slot_bytes / GIB)), facts)
+    found = re.search(r"at least ([\d.e+]+), better", refused.value.hint)
+    assert found
+    engine_settings(replace(config(), cache=CacheConfig(cache_gb=float(found[1]))), facts)
 
 
 def test_a_model_with_few_experts_can_have_them_all() -> None:

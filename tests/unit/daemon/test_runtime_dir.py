@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from vvllm_msd.runtime_dir import runtime_dir
+from vvllm_msd.runtime_dir import remove_engine_files, runtime_dir
 from vvllm_shared.errors import BusyError, ConfigError, Exit, PermissionDeniedError
 from vvllm_shared.paths import RuntimePaths
 
@@ -214,6 +214,18 @@ def test_only_the_lock_file_stays(paths: RuntimePaths) -> None:
     assert paths.lock.read_text() == ""
     with runtime_dir(paths):
         pass
+
+
+def test_what_cannot_be_removed_after_an_engine_stays_without_an_error(paths: RuntimePaths) -> None:
+    """It is called where an engine has just failed, whose error must come through."""
+    with runtime_dir(paths):
+        (paths.rpc / "directory").mkdir()
+        (paths.rpc / "file").touch()
+        (paths.rpc / "link").symlink_to("directory")
+        remove_engine_files(paths)
+        assert [path.name for path in paths.rpc.iterdir()] == ["directory"]
+        paths.root.rename(paths.root.with_name("gone"))
+        remove_engine_files(paths)
 
 
 def test_a_socket_that_is_not_ours_any_more_stays(paths: RuntimePaths) -> None:

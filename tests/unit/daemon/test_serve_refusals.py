@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -120,6 +121,59 @@ def test_slots_that_cannot_work(slots: int, code: int, says: str, sound: Path, s
     assert (done.returncode, done.stdout) == (code, "")
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("size", "code", "says"),
+    [
+        ("0.00005", 78, "2 slots a layer, and each token of this model needs 4 experts"),
+        # 12,288 bytes an expert and two layers: 8 slots.
+        ("0.0002", 75, "three times the 4 experts"),
+    ],
+)
+def test_a_cache_is_checked_by_its_slots(
+    size: str, code: int, says: str, sound: Path, short_dir: Path
+) -> None:
+    """The second one goes on, up to a runtime directory that another daemon holds."""
+    (short_dir / "run/private").mkdir(parents=True, mode=0o700)
+    with (short_dir / "run/private/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = serve(short_dir, "--model", sound, "--cache-gb", size)
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def grown(shard: Path, times: int) -> None:
+    """Experts that are `times` as large, in a sparse file."""
+    raw = shard.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    header = json.loads(raw[8 : 8 + length])
+    position = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            by = times if ".experts." in name else 1
+            entry["shape"][-1] *= by
+            entry["data_offsets"] = [position, position + (end - begin) * by]
+            position += (end - begin) * by
+    text = json.dumps(header).encode()
+    with shard.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + position)
+
+
+def test_experts_that_do_not_fit_into_memory(sound: Path, tmp_path: Path, short_dir: Path) -> None:
+    model = Path(shutil.copytree(sound, tmp_path / "model"))
+    for shard in model.glob("*.safetensors"):
+        grown(shard, 4 << 20)
+    done = serve(short_dir, "--model", model, "--slots", 8, "--json-log")
+    assert done.returncode == 75, done.stderr
+    assert "The model's experts take 1536.0 GiB of host memory" in done.stderr
+    assert "GiB left" in done.stderr
+    (event,) = (json.loads(line) for line in done.stderr.splitlines() if '"memory"' in line)
+    assert event["experts_bytes"] == 1536 << 30 > event["available_bytes"] > 0
+    assert not (short_dir / "run").exists()
 
 
 def test_few_slots_are_warned_of(sound: Path, short_dir: Path) -> None:

@@ -20,7 +20,7 @@ from vvllm_shared.board import Board
 from vvllm_shared.errors import BusyError, EngineDiedError, UnsupportedError, VvllmError
 from vvllm_shared.messages import LayerShape
 
-SPEC = EngineSpec(Path("/models/tiny"), "tiny", {"slots": 8}, "fingerprint")
+SPEC = EngineSpec(Path("/models/tiny"), "tiny", {"slots": 8}, "fingerprint", (0,))
 
 
 class Engine:
