@@ -3,62 +3,75 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+from vvllm_msd.checkpoint import Checkpoint
+from vvllm_msd.checkpoint.experts import layer_of
+from vvllm_msd.checkpoint.files import read_json, read_tensors
+from vvllm_msd.checkpoint.model_config import LAYER_KEYS, text_config
 from vvllm_shared.errors import UsageError
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
-
-def cut(model: Path, layers: int, into: Path) -> Path:
-    """Write the first `layers` layers of `model` into the directory `into`.
+def cut(model: Checkpoint, layers: int, into: Path) -> Path:
+    """Write the first `layers` layers of `model` into the directory `into`, and return it.
 
     Tokenizer and other small files are copied; tensors of later layers (MTP layers too) are left out.
 
     Raises:
-        UsageError: fewer than one layer, or not fewer than the model has.
+        UsageError: fewer than one layer, not fewer than the model has, or none of them has experts.
     """
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
-    config = json.loads((model / "config.json").read_text())
-    text = config.get("text_config", config)
-    total = text["num_hidden_layers"]
+    total = model.layers
     if not 0 < layers < total:
         raise UsageError(f"--layers {layers}: the model has {total} layers.", f"Give 1 … {total - 1}.")
-    _shorten(text, total, layers)
+    first = model.moe_layers[0]
+    if layers <= first:
+        raise UsageError(
+            f"--layers {layers}: the model's first layer with experts is number {first + 1}; there would be "
+            "nothing to page.",
+            f"Give {first + 1} … {total - 1}."
+            if first + 1 < total
+            else "Leave --layers out: it is the last layer.",
+        )
+    config = read_json(model.path / "config.json")
+    _shorten(text_config(config), total, layers)
     (into / "config.json").write_text(json.dumps(config))
-    for file in model.iterdir():
+    for file in model.path.iterdir():
         if (
             file.is_file()
             and not file.name.endswith((".safetensors", ".index.json"))
             and file.name != "config.json"
         ):
             shutil.copyfile(file, into / file.name)
-    weight_map: dict[str, str] = {}
-    for shard in sorted(model.glob("*.safetensors")):
-        with safe_open(shard, "pt") as source:
-            kept = {name: source.get_tensor(name) for name in source.keys() if _kept(name, layers)}  # noqa: SIM118
-        if kept:
-            save_file(kept, into / shard.name, {"format": "pt"})
-            weight_map |= dict.fromkeys(kept, shard.name)
-    if set(weight_map.values()) != {"model.safetensors"}:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (into / "model.safetensors.index.json").write_text(json.dumps(index))
+    _copy_tensors(model.path, layers, into)
     return into
 
 
-def _kept(name: str, layers: int) -> bool:
-    match = _LAYER.search(name)
-    return match is None or int(match[1]) < layers
+def _copy_tensors(model: Path, layers: int, into: Path) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    weight_map = {
+        name: stored.file
+        for name, stored in read_tensors(model, []).items()
+        if (layer := layer_of(name)) is None or layer < layers
+    }
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        with safe_open(model / file, "pt") as source:
+            kept = {name: source.get_tensor(name) for name in weight_map if weight_map[name] == file}
+        save_file(kept, into / file, {"format": "pt"})
+    stem = "consolidated" if files[0].startswith("consolidated") else "model"
+    if files != [f"{stem}.safetensors"]:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (into / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
 
 
 def _shorten(text: dict[str, Any], total: int, layers: int) -> None:
-    text["num_hidden_layers"] = layers
     for key, value in text.items():
+        if key in LAYER_KEYS and value == total:
+            text[key] = layers
         if isinstance(value, list) and len(value) == total:  # one entry per layer, for example layer_types
             text[key] = value[:layers]
     if "num_nextn_predict_layers" in text:

@@ -9,24 +9,34 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
 
 from vvllm_msd import checkpoint, cut_model
-from vvllm_msd.verify_engine import Answer, Job
+from vvllm_msd.checkpoint.files import read_json
+from vvllm_msd.checkpoint.model_config import find_number, needed_number, text_config
+from vvllm_msd.scratch import scratch_directory
+from vvllm_msd.verify_engine import Answer, Job, Refusal, Result
 from vvllm_shared import errors
-from vvllm_shared.errors import EngineDiedError, Exit, UnsupportedError, VvllmError
+from vvllm_shared.errors import EngineDiedError, Exit, VvllmError
+from vvllm_shared.messages import LayerShape
 
 MAX_TOKENS = 16
 _TOKEN_WAVES_ONLY = 1 << 20
+_ANY = 1 << 40
+"""Bound on numbers of the config that nothing here is sized by."""
 Cache = Mapping[str, int | float | bool]
 
 
@@ -49,7 +59,23 @@ class Row:
     required: bool
     """Whether a difference is a failure; pair waves on the CPU round partial results to the model's dtype."""
     largest_difference: float
-    """Of the logprobs of tokens that both give; NaN where the tokens differ."""
+    """Of the logprobs of tokens that both give; infinite where one is none, NaN where the tokens differ."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came out, and of what."""
+
+    rows: list[Row]
+    layers: list[LayerShape]
+    """The paged layers, in the size that was asked for."""
+    device: str
+    dtype: str
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is equal that must be."""
+        return all(row.equal for row in self.rows if row.required)
 
 
 def questions(vocabulary: int, long: int) -> list[Question]:
@@ -72,32 +98,29 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         VvllmError: a checkpoint or a size that is refused, an engine that died.
     """
-    with tempfile.TemporaryDirectory(prefix="vvllm-verify-", dir=_scratch()) as scratch:
-        model = Path(args.model)
-        facts = checkpoint.validate(model)
+    model = checkpoint.validate(Path(args.model))
+    size: Cache = {"slots": args.slots} if args.slots is not None else {"cache_gb": args.cache_gb}
+    with _sigterm_unwinds(), scratch_directory("vvllm-verify-") as scratch:
+        path = model.path
         if args.layers is not None:
-            model = cut_model.cut(model, args.layers, Path(scratch))
-        size: Cache = {"slots": args.slots} if args.slots is not None else {"cache_gb": args.cache_gb}
-        rows = compare(model, facts.top_k, size, args.reference)
-    failed = [row for row in rows if row.required and not row.equal]
-    if args.json:
-        print(json.dumps(_report(args, rows, not failed)))
-    else:
-        print(_table(args, rows, not failed))
-    return Exit.FAILED if failed else Exit.OK
+            path = scratch / "model"
+            path.mkdir()
+            cut_model.cut(model, args.layers, path)
+        found = compare(path, model.top_k, size, args.reference, scratch)
+    print(json.dumps(_report(args, found)) if args.json else _table(args, found))
+    return Exit.OK if found.equal else Exit.FAILED
 
 
-def compare(model: Path, top_k: int, size: Cache, reference: str) -> list[Row]:
+def compare(model: Path, top_k: int, size: Cache, reference: str, scratch: Path) -> Comparison:
     """Run the engines and compare; the rows in the order of engines and prompts."""
-    config = json.loads((model / "config.json").read_text())
-    text = config.get("text_config", config)
-    limit = min(512, text.get("max_position_embeddings", 512))
-    asked = questions(text["vocab_size"], limit - MAX_TOKENS - 8)
-    on_gpu = Path("/dev/nvidiactl").exists()
-    exact_pairs = on_gpu or text.get("dtype", text.get("torch_dtype")) == "float32"
+    path = model / "config.json"
+    text = text_config(read_json(path))
+    limit = min(512, find_number(path, text, ("max_position_embeddings",), _ANY) or 512)
+    vocabulary = needed_number(path, text, ("vocab_size",), _ANY)
+    asked = questions(vocabulary, limit - MAX_TOKENS - 8)
 
-    def ask(cache: Cache | None, **engine: Any) -> list[Answer]:
-        return run_engine(_job(model, text, asked, cache, limit, engine))
+    def ask(cache: Cache | None, **engine: Any) -> Result:
+        return run_engine(_job(model, text, asked, cache, limit, engine), scratch)
 
     token_waves = {"pair_waves_above": _TOKEN_WAVES_ONLY}
     engines: dict[str, tuple[Cache, bool]]
@@ -108,56 +131,73 @@ def compare(model: Path, top_k: int, size: Cache, reference: str) -> list[Row]:
             "paged, free slots poisoned": ({**size, **token_waves, "poison": True}, True),
         }
     else:
-        if reference == "offload" and not on_gpu:
-            raise UnsupportedError(
-                "The reference offload needs a GPU: vLLM's own offload moves weights between GPU and host.",
-                "Use --reference stock or self.",
-            )
         truth = ask(None, **({"cpu_offload_gb": _gib(model)} if reference == "offload" else {}))
+        exact_pairs = truth.device != "cpu" or truth.dtype == "float32"
         engines = {
             "paged, token waves": ({**size, **token_waves, "poison": True}, True),
             "paged, pair waves": ({**size, "poison": True}, exact_pairs),
         }
-    rows = []
+    rows: list[Row] = []
+    layers = truth.layers
     for name, (cache, required) in engines.items():
-        rows += _rows(name, asked, truth, ask(cache), required)
-    return rows
+        result = ask(cache)
+        layers = layers or result.layers
+        rows += _rows(name, asked, truth.answers, result.answers, required)
+    return Comparison(rows, layers, truth.device, truth.dtype)
 
 
-def run_engine(job: Job) -> list[Answer]:
-    """Run a job in a process of its own.
+def run_engine(job: Job, scratch: Path) -> Result:
+    """Run a job in a process of its own, which ends with this one. All that it reads and writes are files.
+
+    Args:
+        scratch: where they may lie.
 
     Raises:
         VvllmError: what the engine's process refused, or that it died.
     """
-    read, write = os.pipe()
-    with subprocess.Popen(
-        [sys.executable, "-m", "vvllm_msd.verify_engine", str(write)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        pass_fds=[write],
-    ) as process:
-        os.close(write)
-        assert process.stdin is not None  # noqa: S101
-        assert process.stderr is not None  # noqa: S101
-        process.stdin.write(msgspec.json.encode(job))
-        process.stdin.close()
-        said = process.stderr.read().decode(errors="replace")
-        with os.fdopen(read, "rb") as pipe:
-            result = pipe.read()
-    if not result:
-        tail = "\n  ".join(said.strip().splitlines()[-8:])
-        raise EngineDiedError(
-            f"The engine of the comparison ended with code {process.returncode} and no answer.",
-            f"It said last:\n  {tail}",
+    with (
+        tempfile.TemporaryFile(dir=scratch) as question,
+        tempfile.TemporaryFile(dir=scratch) as answer,
+        tempfile.TemporaryFile(dir=scratch) as said,
+    ):
+        question.write(msgspec.msgpack.encode(job))
+        question.seek(0)
+        process = subprocess.run(
+            [sys.executable, "-m", "vvllm_msd.verify_engine", str(answer.fileno()), str(os.getpid())],
+            stdin=question,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            pass_fds=[answer.fileno()],
+            check=False,
         )
-    decoded = msgspec.json.decode(result)
-    if "error" in decoded:
-        name, sentence, hint = decoded["error"]
-        error: VvllmError = getattr(errors, name)(sentence, hint)
+        answer.seek(0)
+        said.seek(0)
+        try:
+            outcome = msgspec.msgpack.decode(answer.read(), type=Result | Refusal)
+        except msgspec.DecodeError:
+            tail = "\n  ".join(said.read().decode(errors="replace").strip().splitlines()[-8:])
+            raise EngineDiedError(
+                f"The engine of the comparison ended with code {process.returncode} and no answer.",
+                f"It said last:\n  {tail}",
+            ) from None
+    if isinstance(outcome, Refusal):
+        error: VvllmError = getattr(errors, outcome.error)(outcome.sentence, outcome.hint)
         raise error
-    return msgspec.convert(decoded["answers"], list[Answer], strict=False)
+    return outcome
+
+
+@contextmanager
+def _sigterm_unwinds() -> Iterator[None]:
+    """SIGTERM ends the command like an exception, so that its engine and its directory go with it."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)  # as a shell reports it
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _job(
@@ -180,11 +220,11 @@ def _job(
         "language_model_only": True,
         **engine,
     }
-    if "kv_lora_rank" in text and not Path("/dev/nvidiactl").exists():
-        arguments["block_size"] = 16  # the one that vLLM's MLA kernel for the CPU computes
     if cache is not None:
         arguments["additional_config"] = {"expert_cache": dict(cache)}
-    return Job(str(model), [q.prompts for q in asked], MAX_TOKENS, arguments)
+    # The one block size that vLLM's MLA kernel for the CPU computes.
+    on_cpu = {"block_size": 16} if "kv_lora_rank" in text else {}
+    return Job(str(model), [q.prompts for q in asked], MAX_TOKENS, arguments, on_cpu)
 
 
 def _rows(
@@ -207,54 +247,62 @@ def _difference(one: Answer, other: Answer) -> float:
     if one.tokens != other.tokens:
         return float("nan")
     pairs = zip(one.prompt_logprobs + one.logprobs, other.prompt_logprobs + other.logprobs, strict=True)
-    return max((abs(a[t] - b[t]) for a, b in pairs for t in a.keys() & b.keys()), default=0.0)
+    differences = [abs(a[t] - b[t]) for a, b in pairs for t in a.keys() & b.keys()]
+    return math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 def _gib(model: Path) -> float:
     return 1 + sum(f.stat().st_size for f in model.glob("*.safetensors")) / 2**30
 
 
-def _scratch() -> Path:
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vvllm-ms"
-    base.mkdir(parents=True, exist_ok=True)
-    return base
-
-
-def _report(args: argparse.Namespace, rows: list[Row], equal: bool) -> dict[str, Any]:
+def _report(args: argparse.Namespace, found: Comparison) -> dict[str, Any]:
     return {
         "model": args.model,
         "reference": args.reference,
         "layers": args.layers,
-        "equal": equal,
+        "device": found.device,
+        "dtype": found.dtype,
+        "paged": [
+            {"name": layer.name, "slots": layer.slots, "experts": layer.experts} for layer in found.layers
+        ],
+        "equal": found.equal,
         "rows": [
-            {
-                "engine": row.engine,
-                "prompt": row.prompt,
-                "positions": row.positions,
-                "equal": row.equal,
-                "required": row.required,
-                "largest_difference": None
-                if row.largest_difference != row.largest_difference
-                else row.largest_difference,
+            asdict(row)
+            | {
+                "largest_difference": row.largest_difference
+                if math.isfinite(row.largest_difference)
+                else None
             }
-            for row in rows
+            for row in found.rows
         ],
     }
 
 
-def _table(args: argparse.Namespace, rows: list[Row], equal: bool) -> str:
+def _table(args: argparse.Namespace, found: Comparison) -> str:
     cut = "" if args.layers is None else f", first {args.layers} layers"
-    lines = [f"{args.model}{cut}; reference: {args.reference}", ""]
-    lines.append(f"{'engine':28}{'prompt':16}{'positions':>10}  {'tokens and logprobs':24}")
-    for row in rows:
-        if row.equal:
-            verdict = "equal"
-        elif row.largest_difference != row.largest_difference:
-            verdict = "tokens differ" + ("" if row.required else " (rounding; not required)")
-        else:
-            verdict = f"differ by up to {row.largest_difference:.2g}" + (
-                "" if row.required else " (rounding; not required)"
-            )
-        lines.append(f"{row.engine:28}{row.prompt:16}{row.positions:>10}  {verdict}")
-    lines += ["", "EQUAL" if equal else "NOT EQUAL: this model is not supported in this configuration."]
+    lines = [
+        f"{args.model}{cut}; reference: {args.reference}, {found.device}, {found.dtype}",
+        f"{len(found.layers)} paged layers, {_range(layer.slots for layer in found.layers)} slots for "
+        f"{_range(layer.experts for layer in found.layers)} experts each",
+        "",
+        f"{'engine':28}{'prompt':16}{'positions':>10}  tokens and logprobs",
+    ]
+    for row in found.rows:
+        lines.append(f"{row.engine:28}{row.prompt:16}{row.positions:>10}  {_verdict(row)}")
+    lines += ["", "EQUAL" if found.equal else "NOT EQUAL: this model is not supported in this configuration."]
     return "\n".join(lines)
+
+
+def _range(numbers: Iterable[int]) -> str:
+    return " … ".join(map(str, sorted({min(found := list(numbers)), max(found)})))
+
+
+def _verdict(row: Row) -> str:
+    if row.equal:
+        return "equal"
+    verdict = (
+        "tokens differ"
+        if math.isnan(row.largest_difference)
+        else f"differ by up to {row.largest_difference:.2g}"
+    )
+    return verdict if row.required else f"{verdict} (rounding; not required)"

@@ -47,7 +47,7 @@ def ask(
     if cache is not None:
         args["additional_config"] = {"expert_cache": cache}
     try:
-        return run(Job(str(model), batches, MAX_TOKENS, args))
+        return run(Job(str(model), batches, MAX_TOKENS, args)).answers
     finally:
         gc.collect()
 
