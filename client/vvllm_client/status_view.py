@@ -86,7 +86,13 @@ def _policy(policy: Status) -> str:
         text += f" · {name}"
     if pid := policy.get("pid"):
         text += f" · pid {pid}"
-    return f"{text} · {reason}" if (reason := policy.get("reason")) else text
+    if reason := policy.get("reason"):
+        text += f" · {reason}"
+    if applied := _number(policy, "advice_applied"):
+        text += f" · advised {applied:,} times"
+    if restarts := _number(policy, "restarts"):
+        text += f" · restarted {restarts:,} times"
+    return text
 
 
 def _number(fields: Status, name: str) -> int:

@@ -121,8 +121,9 @@ def _wait_until_ready(paths: RuntimePaths, daemon: subprocess.Popen[bytes]) -> N
         if stage == Stage.READY:
             return
         if stage == Stage.FAILED:
-            break
-    raise EngineDiedError("The daemon did not become ready.")
+            error = event["error"]
+            raise EngineDiedError(f"The daemon did not become ready: {error['message']}", error["hint"])
+    raise EngineDiedError("The daemon ended before it was ready.")
 
 
 def _show_cache(status: dict[str, Any]) -> None:

@@ -14,15 +14,20 @@ _EXTRAS = frozenset(
 """Modules that the extras `cuda` and `cpu` bring, and the distribution alone does not."""
 
 
-def report(error: Exception) -> int:
-    """Say on stderr why a command of `vvllm-msd` ends; its exit code."""
+def explain(error: BaseException) -> VvllmError | None:
+    """What to tell a user of an exception; None of one that is a bug."""
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
-        error = ConfigError(
+        return ConfigError(
             f"The Python module {error.name} is not installed.",
             'Install what the daemon needs: pip install "vvllm-ms[cuda]", or "vvllm-ms[cpu]" without a GPU.',
         )
-    if isinstance(error, VvllmError):
-        print(f"vvllm-msd: {error}", file=sys.stderr)
-        return int(error.exit_code)
+    return error if isinstance(error, VvllmError) else None
+
+
+def report(error: Exception) -> int:
+    """Say on stderr why a command of `vvllm-msd` ends; its exit code."""
+    if told := explain(error):
+        print(f"vvllm-msd: {told}", file=sys.stderr)
+        return int(told.exit_code)
     traceback.print_exception(error)
     return int(Exit.INTERNAL)

@@ -10,34 +10,33 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-import msgspec
-
 from vvllm_msd import demo_model
 from vvllm_msd.checkpoint import validate
 from vvllm_msd.config import DaemonConfig
-from vvllm_msd.endings import report
+from vvllm_msd.endings import explain, report
 from vvllm_msd.engine import RunningEngine
 from vvllm_msd.engine_arguments import EngineSpec, set_environment
 from vvllm_msd.engine_settings import engine_settings, read_facts
 from vvllm_msd.events import EventHub
 from vvllm_msd.gateway import Gateway
 from vvllm_msd.memory import check_host_memory, host_memory
-from vvllm_msd.policy_link import PolicyLink
+from vvllm_msd.policy_link import PolicyLink, serve_command
 from vvllm_msd.runtime_dir import RuntimeDir, remove_engine_files, runtime_dir
-from vvllm_msd.status import CacheStatus, PolicyStatus, Stage, Status
+from vvllm_msd.status import CacheStatus, Stage, Status
 from vvllm_msd.supervisor import Supervisor
 from vvllm_shared import PINNED_VLLM, logs
+from vvllm_shared.board import FIELDS as BOARD_FIELDS
 from vvllm_shared.board import Board
 from vvllm_shared.errors import Exit, VvllmError
 from vvllm_shared.paths import runtime_paths, state_dir
 
-_COUNTERS = ("hits", "misses", "bytes_paged", "token_waves", "pair_waves", "steps")
+_COUNTERS = tuple(field.name for field in fields(CacheStatus) if field.name in BOARD_FIELDS)
 _VERSIONS = {"vvllm-ms": version("vvllm-ms"), "vllm": PINNED_VLLM}
-_POLICY = ("state", "pid", "name", "reason")
 
 
 class StopSignals:
@@ -84,9 +83,15 @@ class Daemon:
             self,
         )
         self._policy = PolicyLink(
-            runtime.paths, config.policy.name, self._boot_id, self._supervisor.apply, self._log
+            runtime.paths,
+            config.policy.name,
+            self._boot_id,
+            self._supervisor.apply,
+            self._log,
+            command=serve_command(runtime.paths, config.policy.name, config.log),
         )
         self._draining = False
+        self._failure: VvllmError | None = None
 
     async def run(self) -> None:
         """Serve until a signal says stop.
@@ -102,12 +107,20 @@ class Daemon:
             asked = asyncio.create_task(signals.asked.wait())
             try:
                 await asyncio.wait({supervising, asked}, return_when=asyncio.FIRST_COMPLETED)
-                if not supervising.done():
+                if supervising.done():
+                    self._show_failure(supervising)
+                else:
                     await self._drain(signals)
             finally:
                 asked.cancel()
                 await self._stop_children(supervising)
         self._log.info("stopped", uptime_s=round(time.monotonic() - self._began, 1))
+
+    def _show_failure(self, supervising: asyncio.Task[NoReturn]) -> None:
+        """Tell the readers of `/vvllm/events` why the daemon ends; it ends with the same error."""
+        if error := supervising.exception():
+            self._failure = explain(error) or VvllmError(f"The daemon failed: {error!r}.")
+            self.changed()
 
     async def _drain(self, signals: StopSignals) -> None:
         """Let running requests end, for so long as configured or until a second signal."""
@@ -148,10 +161,11 @@ class Daemon:
     def status(self) -> Mapping[str, object]:
         """The state of this moment."""
         supervisor = self._supervisor
-        engine, progress, error = supervisor.engine, supervisor.progress, supervisor.last_error
-        policy = self._policy.status()
+        engine, progress = supervisor.engine, supervisor.progress
+        error = self._failure or supervisor.last_error
+        stage = Stage.DRAINING if self._draining else progress.stage
         return Status(
-            stage=Stage.DRAINING if self._draining else progress.stage,
+            stage=Stage.FAILED if self._failure else stage,
             model=self._spec.name,
             boot_id=self._boot_id,
             pid=os.getpid(),
@@ -162,7 +176,7 @@ class Daemon:
             uptime_s=round(time.monotonic() - self._began, 1),
             requests=self._gateway.in_flight,
             cache=self._cache_status(engine),
-            policy=msgspec.convert({name: policy[name] for name in _POLICY}, PolicyStatus),
+            policy=self._policy.status(),
             versions=_VERSIONS,
             error=error.as_json()["error"] if error else None,
         ).as_json()

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vvllm_msd.config import LogConfig
 from vvllm_msd.policy_advice import AdviceQueue, Apply
 from vvllm_msd.policy_process import PolicyKeeper, Timing
 from vvllm_msd.policy_socket import Incoming, PolicySocket
+from vvllm_msd.status import PolicyStatus
 from vvllm_shared import limits
 from vvllm_shared.errors import ProtocolError
 from vvllm_shared.messages import (
@@ -66,7 +68,7 @@ class PolicyLink:
         apply: hands advice to the pager; one call at a time.
         log: a structlog logger.
         timing: intervals of the supervision.
-        command: what to start in place of `vvllm-policy serve`.
+        command: what to start; None is `serve_command` with the usual log.
     """
 
     def __init__(
@@ -87,7 +89,11 @@ class PolicyLink:
         self._timing = timing or Timing()
         self._queue = AdviceQueue(apply, self._timing.apply_pause, log)
         self._keeper = PolicyKeeper(
-            command or _serve_command(paths, policy), self._timing, self._on_start, self._on_end, log
+            command or serve_command(paths, policy, LogConfig()),
+            self._timing,
+            self._on_start,
+            self._on_end,
+            log,
         )
         self._socket: PolicySocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -145,24 +151,21 @@ class PolicyLink:
         if self._session:
             self._session = _Session(self._session.address)
 
-    def status(self) -> dict[str, str | int | None]:
-        """The policy process in a few words and numbers, for people and `/vvllm/status`.
-
-        `state` is "live" (it advises the running engine), "fallback" (it does not now; `reason` says why) or "off".
-        """
+    def status(self) -> PolicyStatus:
+        """The policy process in a few words and numbers."""
         live = self._session is not None and self._session.live
         off = self._policy == "off" or bool(self._keeper.gave_up)
-        return {
-            "state": "off" if off else "live" if live else "fallback",
-            "pid": self._keeper.pid,
-            "name": self._policy,
-            "reason": "" if live else self._keeper.gave_up or self._reason,
-            "epoch": self._epoch,
-            "advice_applied": self._queue.applied,
-            "advice_stale": self._stale,
-            "bad_messages": self._bad,
-            "restarts": self._keeper.restarts,
-        }
+        return PolicyStatus(
+            state="off" if off else "live" if live else "fallback",
+            pid=self._keeper.pid,
+            name=self._policy,
+            reason="" if live else self._keeper.gave_up or self._reason,
+            epoch=self._epoch,
+            advice_applied=self._queue.applied,
+            advice_stale=self._stale,
+            bad_messages=self._bad,
+            restarts=self._keeper.restarts,
+        )
 
     # Supervision
 
@@ -315,10 +318,14 @@ class _StrangerError(ProtocolError):
         super().__init__(f"Process {pid} is not the policy process of this daemon, which is {expected}.")
 
 
-def _serve_command(paths: RuntimePaths, policy: str) -> list[str]:
+def serve_command(paths: RuntimePaths, policy: str, log: LogConfig) -> list[str]:
+    """The policy process's argument list; it logs as the daemon does."""
+    json = {None: (), True: ("--json-log",), False: ("--no-json-log",)}[log.json]
     return [
         *(sys.executable, "-m", "vvllm_policy", "serve"),
         *("--runtime-dir", str(paths.root)),
         *("--policy", policy),
         *("--parent", str(os.getpid())),
+        *("--log-level", log.level),
+        *json,
     ]

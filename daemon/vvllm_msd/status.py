@@ -22,11 +22,18 @@ class Stage(StrEnum):
     DRAINING = "draining"
     """Running requests may finish; new ones are refused."""
     FAILED = "failed"
+    """It ends, and `error` says why: the last status that `/vvllm/events` shows."""
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """The expert cache: its shape, and counters since the engine started."""
+    """The expert cache: its shape, and counters since the engine started.
+
+    Attributes:
+        traces_sent: messages to the policy process about what the router chose.
+        traces_dropped: those that it was too slow for.
+        advice_applied: layers that took advice; one message may be for all.
+    """
 
     layers: int = 0
     experts: int = 0
@@ -38,16 +45,34 @@ class CacheStatus:
     token_waves: int = 0
     pair_waves: int = 0
     steps: int = 0
+    traces_sent: int = 0
+    traces_dropped: int = 0
+    advice_applied: int = 0
 
 
 @dataclass(frozen=True)
 class PolicyStatus:
-    """The policy process as the daemon sees it; `reason` says why it is not running."""
+    """The policy process as the daemon sees it; the counters are of the daemon's whole life.
+
+    Attributes:
+        state: "live" (it advises the running engine), "fallback" (it does not now) or "off".
+        reason: why it is not live.
+        epoch: the number of its session with an engine.
+        advice_applied: messages that the engine took; one may be for all layers.
+        advice_stale: messages for an engine that is gone.
+        bad_messages: messages that are not of the protocol, whoever sent them.
+        restarts: processes that replaced one that ended.
+    """
 
     state: str = "off"
     pid: int | None = None
     name: str = "off"
     reason: str = ""
+    epoch: int = 0
+    advice_applied: int = 0
+    advice_stale: int = 0
+    bad_messages: int = 0
+    restarts: int = 0
 
 
 @dataclass(frozen=True)

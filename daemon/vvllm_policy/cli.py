@@ -20,7 +20,7 @@ from vvllm_shared.processes import die_with_parent
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the result is its exit code."""
     arguments = _parser().parse_args(argv)
-    logs.set_up("vvllm-policy", arguments.log_level)
+    logs.set_up("vvllm-policy", arguments.log_level, arguments.json_log)
     try:
         _serve(arguments)
     except VvllmError as error:
@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--policy", choices=sorted(POLICIES), default="lfru", help="default: %(default)s")
     serve.add_argument("--parent", type=int, metavar="PID", help="end when this process, the parent, ends")
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default="info")
+    serve.add_argument(
+        "--json-log",
+        action=argparse.BooleanOptionalAction,
+        help="log as JSON, or not (default: unless stderr is a terminal)",
+    )
     return parser
 
 

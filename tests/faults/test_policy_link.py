@@ -17,7 +17,8 @@ import zmq
 from policy_peers import BAD, MARKER, STALE
 from policy_tools import LAYERS, PEERS, alive, resident_bytes, runtime_directory, until
 
-from vvllm_msd.policy_link import PolicyLink
+from vvllm_msd.config import LogConfig
+from vvllm_msd.policy_link import PolicyLink, serve_command
 from vvllm_msd.policy_process import Timing
 from vvllm_shared import limits
 from vvllm_shared.errors import PermissionDeniedError
@@ -61,7 +62,7 @@ class Linked:
         return [event for event in self.logged if event["event"] == name]
 
     def __getitem__(self, field: str) -> Any:
-        return self.link.status()[field]
+        return getattr(self.link.status(), field)
 
     def _logger(self) -> Any:
         def keep(_logger: object, level: str, event: dict[str, Any]) -> str:
@@ -96,6 +97,18 @@ async def make(paths: RuntimePaths) -> AsyncIterator[Make]:
         assert pid is None or not alive(pid)
         assert not linked.events("policy_link_failed")
     assert not paths.residency.exists()
+
+
+@pytest.mark.parametrize("log", [LogConfig(json=True), LogConfig(json=False), LogConfig("error")])
+async def test_the_policy_process_logs_as_the_daemon_does(
+    make: Make, paths: RuntimePaths, log: LogConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    linked = await make(command=serve_command(paths, "layer", log))
+    await until(lambda: linked["state"] == "live")
+    await linked.link.stop()
+    lines = capfd.readouterr().err.splitlines()
+    assert bool(lines) == (log.level == "info")
+    assert [line.startswith("{") for line in lines] == [bool(log.json)] * len(lines)
 
 
 def peer(paths: RuntimePaths, role: str, *arguments: object) -> list[str]:
@@ -387,9 +400,9 @@ import structlog
 async def main():
     link = PolicyLink(RuntimePaths(Path({str(paths.root)!r})), "layer", "boot", None, structlog.get_logger())
     await link.start()
-    while link.status()["reason"] != "no engine runs":
+    while link.status().reason != "no engine runs":
         await asyncio.sleep(0.05)
-    print("pid:", link.status()["pid"], flush=True)
+    print("pid:", link.status().pid, flush=True)
     await asyncio.sleep(1000)
 
 asyncio.run(main())

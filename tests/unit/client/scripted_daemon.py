@@ -36,7 +36,14 @@ STATUS: dict[str, Any] = {
         "pair_waves": 6,
         "steps": 7,
     },
-    "policy": {"state": "live", "pid": 13, "name": "lfru", "reason": ""},
+    "policy": {
+        "state": "live",
+        "pid": 13,
+        "name": "lfru",
+        "reason": "",
+        "advice_applied": 1234,
+        "restarts": 2,
+    },
     "versions": {"vllm": "0.32.0", "vvllm-ms": "0.1.0"},
     "error": None,
 }

@@ -25,7 +25,7 @@ def test_a_ready_daemon(daemon: ScriptedDaemon, run: Run) -> None:
         "slots     4 of 8 experts in each of 2 layers · 1.0 MiB each, 8.0 MiB in all",
         "cache     100 hits, 10 misses (90.9% hits) · 10.0 MiB paged in",
         "waves     5 token, 6 pair in 7 steps",
-        "policy    live · lfru · pid 13",
+        "policy    live · lfru · pid 13 · advised 1,234 times · restarted 2 times",
         "versions  vllm 0.32.0 · vvllm-ms 0.1.0",
     ]
 

@@ -16,7 +16,6 @@ from vvllm_msd.watchdog import FIRST_STEPS, Watchdog
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.limits import GIB
 
-
 SERVED = FIRST_STEPS
 """Steps of an engine that has compiled its kernels."""
 

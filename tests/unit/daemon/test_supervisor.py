@@ -48,13 +48,13 @@ class Around:
     """The rest of the daemon, which notes what it is told."""
 
     def __init__(self) -> None:
-        self.ready = 0
+        self.ready: asyncio.Queue[object] = asyncio.Queue()
         self.told: list[VvllmError] = []
 
     def changed(self) -> None: ...
 
-    def engine_ready(self, _engine: object) -> None:
-        self.ready += 1
+    def engine_ready(self, engine: object) -> None:
+        self.ready.put_nowait(engine)
 
     def engine_gone(self) -> None: ...
 
@@ -104,9 +104,10 @@ async def test_a_later_engine_that_is_refused_is_tried_again(board: Board) -> No
     running = supervise(board, around, Engine(), BUSY, EngineDiedError("it ended"), last)
     task = asyncio.create_task(running.run())
     async with asyncio.timeout(5):
-        while running.engine is not last:
-            await asyncio.sleep(0.01)
-    assert (running.generation, around.ready, running.last_error.sentence) == (4, 2, "it ended")
+        assert await around.ready.get() is not last
+        assert await around.ready.get() is last
+    assert running.last_error is not None
+    assert (running.generation, running.last_error.sentence) == (4, "it ended")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert last.stopped
