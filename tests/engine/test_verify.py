@@ -105,9 +105,10 @@ def test_a_pager_that_is_not_loaded_is_not_equal_to_stock(zoo_model: Callable[[s
 
 @pytest.mark.slow
 def test_an_engine_with_nothing_to_page_is_refused(tmp_path: Path) -> None:
-    dense = zoo.make("glm4_moe", tmp_path / "dense", num_hidden_layers=1)
+    dense = zoo.make("deepseek_v2", tmp_path / "dense", num_hidden_layers=1)
     engine = {
         "enforce_eager": True,
+        "block_size": 16,
         "max_model_len": 128,
         "kv_cache_memory_bytes": 64 << 20,
         "additional_config": {"expert_cache": {"slots": 4}},
