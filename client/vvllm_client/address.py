@@ -86,6 +86,8 @@ def unreachable(failures: Sequence[tuple[Address, OSError]]) -> VvllmError:
                 "Join its group (`sudo usermod -aG vvllm-ms $USER`, then log in again), "
                 "or start a daemon of your own.",
             )
+        case errno.ECONNREFUSED if isinstance(address, UnixAddress) and _is_no_socket(address.path):
+            return UsageError(f"{address} is not a socket{tried}.", "Give the daemon's http.sock.")
         case errno.ECONNREFUSED if isinstance(address, UnixAddress):
             return DaemonAbsentError(
                 f"The socket {address} is there, but no daemon listens on it: it was left behind{tried}.",
@@ -98,19 +100,20 @@ def unreachable(failures: Sequence[tuple[Address, OSError]]) -> VvllmError:
                 + ".",
                 f"{_START}; for a daemon elsewhere give --socket PATH or VVLLM_HOST.",
             )
-        case errno.EAGAIN:
-            return BusyError(
-                f"The daemon at {address} has too many connections waiting{tried}.", "Try again in a moment."
-            )
-    if isinstance(cause, TimeoutError):
-        return BusyError(
-            f"The daemon at {address} does not take connections{tried}.", "Try again in a moment."
+    if cause.errno == errno.EAGAIN or isinstance(cause, TimeoutError):
+        full = (
+            "has too many connections waiting" if cause.errno == errno.EAGAIN else "does not take connections"
         )
+        return BusyError(f"The daemon at {address} {full}{tried}.", "Try again in a moment.")
     reason = cause.strerror or str(cause)
     return DaemonAbsentError(f"No daemon could be reached at {address}: {reason}{tried}.", f"{_START}.")
 
 
 _RANK = {errno.EACCES: 0, errno.EPERM: 0, errno.ECONNREFUSED: 1, errno.ENOENT: 3, errno.ENOTDIR: 3}
+
+
+def _is_no_socket(path: Path) -> bool:
+    return path.exists() and not path.is_socket()
 
 
 def _tried(addresses: Sequence[Address]) -> str:

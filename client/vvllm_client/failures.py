@@ -59,7 +59,7 @@ def from_http(status: int, headers: Mapping[str, str], body: bytes, address: Add
     elif not message:
         message = f"The daemon at {address} answered with HTTP status {status}."
         hint = "Is this a vvllm-ms daemon, of the client's own version? Its log says more."
-    if (seconds := headers.get("retry-after", "")).isdecimal():
+    if (seconds := headers.get("retry-after", "")).isdecimal() and "try again" not in hint.lower():
         hint = f"{hint} Try again in {seconds} s.".lstrip()
     exit_code = _known_exit(info.get("exit_code")) or _BY_STATUS.get(status, Exit.FAILED)
     error = _BY_EXIT[exit_code](message, hint)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import select
 import sys
+from contextlib import suppress
 
 from vvllm_shared import limits
 from vvllm_shared.errors import BadRequestError, TooLargeError
@@ -31,9 +33,8 @@ def gather(argument: str | None) -> str:
 def _read_stdin(explicit: bool) -> str:
     if sys.stdin is None or (sys.stdin.isatty() and not explicit):
         return ""
-    _say_if_silent()
     try:
-        raw = sys.stdin.buffer.read(limits.BODY_BYTES + 1)
+        raw = _read_to_end(sys.stdin.fileno())
     except OSError as error:
         raise BadRequestError(
             f"Standard input cannot be read: {error.strerror}.", "Redirect a file."
@@ -52,11 +53,26 @@ def _read_stdin(explicit: bool) -> str:
         ) from None
 
 
-def _say_if_silent() -> None:
-    """A pipe that somebody left open and never writes to looks like a hang: name it."""
-    if not sys.stdin.isatty() and not select.select([sys.stdin], [], [], _SILENT_SECONDS)[0]:
-        print(
-            "vvllm-client: reading standard input until it ends; add </dev/null if nothing is to come.",
-            file=sys.stderr,
-            flush=True,
-        )
+def _read_to_end(fd: int) -> bytes:
+    """Everything up to the end, or one byte more than may be.
+
+    A parent with an event loop hands out pipes that do not block: a plain read would take what is there for all.
+    A pipe that somebody left open and never writes to looks like a hang, so it is named.
+    """
+    data = bytearray()
+    patience: float | None = None if sys.stdin.isatty() else _SILENT_SECONDS
+    while len(data) <= limits.BODY_BYTES:
+        if not select.select([fd], [], [], patience)[0]:
+            print(
+                "vvllm-client: reading standard input until it ends; add </dev/null if nothing is to come.",
+                file=sys.stderr,
+                flush=True,
+            )
+            patience = None
+            continue
+        with suppress(BlockingIOError):  # somebody else read it first
+            piece = os.read(fd, 1 << 20)
+            if not piece:
+                break
+            data += piece
+    return bytes(data)

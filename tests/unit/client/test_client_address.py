@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from vvllm_client.address import Address, TcpAddress, UnixAddress, find_addresses, unreachable
-from vvllm_shared.errors import BusyError, ConfigError, DaemonAbsentError, PermissionDeniedError, UsageError
+from vvllm_shared.errors import (
+    BusyError,
+    ConfigError,
+    DaemonAbsentError,
+    Exit,
+    PermissionDeniedError,
+    UsageError,
+)
 
 ENV = {"XDG_RUNTIME_DIR": "/run/user/7", "VVLLM_HOST": "unix:///b.sock"}
 HERE, THERE = UnixAddress(Path("/a.sock")), UnixAddress(Path("/b.sock"))
@@ -107,3 +114,9 @@ def test_a_port_where_nobody_listens() -> None:
 
 def test_a_daemon_that_takes_no_connections_is_busy() -> None:
     assert isinstance(unreachable([(HERE, TimeoutError())]), BusyError)
+
+
+def test_a_file_that_is_no_socket_is_called_so(tmp_path: Path) -> None:
+    error = unreachable([(UnixAddress(tmp_path), fault(errno.ECONNREFUSED))])
+    assert error.sentence == f"{tmp_path} is not a socket."
+    assert error.exit_code == Exit.USAGE

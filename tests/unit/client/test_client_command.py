@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_a_pipe_that_nobody_writes_to_is_named(daemon: ScriptedDaemon, popen: Po
     assert b"reading standard input until it ends" in process.stderr.readline()
     assert process.communicate(b"", timeout=30)[0] == b"Hello"
     assert prompt_of(daemon) == "hi"
+
+
+def test_a_pipe_that_does_not_block_is_read_to_its_end(daemon: ScriptedDaemon, popen: Popen) -> None:
+    """As parents with an event loop hand them out: what has not come yet is not the end."""
+    daemon.routes[CHAT] = answer()
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    process = popen("vvllm-client", "hi", stdin=read)
+    os.close(read)
+    for part in (b"one ", b"two"):
+        time.sleep(0.4)
+        os.write(write, part)
+    os.close(write)
+    assert process.communicate(timeout=30)[0] == b"Hello"
+    assert prompt_of(daemon) == "one two\n\nhi"
 
 
 @pytest.mark.parametrize("before", ["", "os.close(0)"], ids=["null", "closed"])
