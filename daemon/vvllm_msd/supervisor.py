@@ -191,7 +191,7 @@ class Supervisor:
     async def _watch(self, engine: RunningEngine) -> None:
         """Return when `engine` is dead; kill it when it hangs."""
         limit = self._server.watchdog_seconds
-        watchdog = Watchdog(limit)
+        watchdog = Watchdog(limit, self._board.get("steps"))
         while not engine.death.event.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.death.event.wait(), min(1.0, limit / 4) if limit else None)

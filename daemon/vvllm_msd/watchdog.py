@@ -20,12 +20,13 @@ class Watchdog:
 
     Args:
         limit: seconds without progress that are too long; 0 never.
+        steps_before: the board's counter of forward passes when the engine began to serve.
     """
 
     limit: float
+    steps_before: int
     _progress: int = -1
     _moved_at: float = 0.0
-    _first_step: int = -1
 
     def late(self, now: float, progress: int, steps: int, busy: bool) -> float:
         """The limit that the engine is over, in seconds; 0 while it is well.
@@ -33,15 +34,13 @@ class Watchdog:
         Args:
             now: monotonic seconds.
             progress: the board's counter of layers run.
-            steps: the board's counter of forward passes; those before the first look are not counted.
+            steps: the board's counter of forward passes.
             busy: the engine serves and has unfinished requests. A request that waits behind others is fine as
                 long as those move.
         """
-        if self._first_step < 0:
-            self._first_step = steps
         if not busy or progress != self._progress:
             self._progress = progress
             self._moved_at = now
-        new = steps - self._first_step < FIRST_STEPS
+        new = steps - self.steps_before < FIRST_STEPS
         limit = self.limit * (FIRST_STEPS_PATIENCE if new else 1)
         return limit if 0 < limit <= now - self._moved_at else 0.0

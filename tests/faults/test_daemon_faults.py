@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from conftest import ZooModel
 from daemon_helpers import Background, DaemonProcess, daemon, wait_for
+from vvllm_msd.watchdog import FIRST_STEPS
+from zoo import ZooModel
 
 pytestmark = [pytest.mark.engine, pytest.mark.faults]
 
@@ -19,9 +21,7 @@ PROMPT = "A lighthouse by the sea and"
 WATCHDOG_SECONDS = 3
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("f") / "run"
+Faulty = Callable[[], DaemonProcess]
 
 
 @pytest.fixture
@@ -31,26 +31,47 @@ def own_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def faulty(
-    root: Path, zoo_model: ZooModel, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[DaemonProcess]:
-    """A daemon whose engine the tests kill. It starts where another one was killed with SIGKILL."""
-    config = tmp_path_factory.mktemp("c") / "vvllm-msd.toml"
+def faulty(zoo_model: ZooModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Faulty]:
+    """A ready daemon that a test may hurt: the last one, or the next in its directory if a test has ended that."""
+    directory = tmp_path_factory.mktemp("f")
+    root, config = directory / "run", directory / "vvllm-msd.toml"
     config.write_text(f"[server]\nwatchdog_seconds = {WATCHDOG_SECONDS}\nmax_model_len = 8192\n")
-    model = zoo_model("qwen3_moe")
-    with daemon(root, model) as killed:
-        killed.wait_for_log('"engine_loading"')
-        killed.kill()
-        killed.assert_gone()
-        assert killed.socket.exists()
-    with daemon(root, model, "--config", str(config)) as running:
-        yield running.wait_until_ready()
+    running: list[DaemonProcess] = []
+    with contextlib.ExitStack() as stack:
+
+        def ready() -> DaemonProcess:
+            if not running or running[-1].process.poll() is not None:
+                options = ("--config", str(config))
+                running.append(
+                    stack.enter_context(daemon(root, zoo_model("qwen3_moe"), *options, policy="lfru"))
+                )
+            return running[-1].wait_until_ready()
+
+        yield ready
 
 
-def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: DaemonProcess) -> None:
-    alone = faulty.complete(PROMPT, 32).text
-    before = faulty.status()
-    stream = faulty.stream(PROMPT, 4000).read(20)
+def test_sigkill_while_serving_leaves_no_process_and_the_next_start_works(faulty: Faulty) -> None:
+    first = faulty()
+    answer = first.complete(PROMPT, 32).text
+    stream = first.stream(PROMPT, 4000).read(20)
+    assert len(first.processes()) >= 4
+    first.kill()
+    first.assert_gone()
+    stream.close()
+    assert first.socket.exists()
+    left = list((first.root / "private" / "rpc").iterdir())
+    assert left
+    second = faulty()
+    assert second is not first
+    assert second.complete(PROMPT, 32).text == answer
+    assert not any(path.exists() for path in left)
+
+
+def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: Faulty) -> None:
+    running = faulty()
+    alone = running.complete(PROMPT, 32).text
+    before = running.status()
+    stream = running.stream(PROMPT, 4000).read(20)
     os.kill(before["engine_pid"], signal.SIGKILL)
     killed_at = time.monotonic()
     stream.read()
@@ -59,30 +80,35 @@ def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: DaemonProces
     assert stream.error["code"] == "engine_died"
     assert "try again" in stream.error["hint"]
     stream.close()
-    refused = faulty.complete(PROMPT, 4)
+    refused = running.complete(PROMPT, 4)
     assert refused.status == 503
     assert refused.json["status"]["stage"] == "restarting"
-    faulty.wait_until_ready(generation=before["generation"] + 1)
-    assert faulty.complete(PROMPT, 32).text == alone
-    assert faulty.status()["error"]["code"] == "engine_died"
+    running.wait_until_ready(generation=before["generation"] + 1)
+    assert running.complete(PROMPT, 32).text == alone
+    assert running.status()["error"]["code"] == "engine_died"
 
 
-def test_an_engine_that_hangs_is_caught_by_the_watchdog(faulty: DaemonProcess) -> None:
-    stream = faulty.stream(PROMPT, 4000).read(20)
-    os.kill(faulty.status()["engine_pid"], signal.SIGSTOP)
+def test_an_engine_that_hangs_is_caught_by_the_watchdog(faulty: Faulty) -> None:
+    running = faulty()
+    assert running.complete(PROMPT, FIRST_STEPS).status == 200
+    restarts = len(running.events("restarting"))
+    stream = running.stream(PROMPT, 4000).read(20)
+    os.kill(running.status()["engine_pid"], signal.SIGSTOP)
     stopped_at = time.monotonic()
     stream.read()
     assert WATCHDOG_SECONDS - 1 < time.monotonic() - stopped_at < WATCHDOG_SECONDS + 6
     assert stream.error is not None
     assert "no progress" in stream.error["message"]
     stream.close()
-    faulty.wait_for(lambda: len(faulty.events("restarting")) == 2, 10.0)
-    assert faulty.status()["stage"] == "restarting"
+    running.wait_for(lambda: len(running.events("restarting")) == restarts + 1, 10.0)
+    assert running.status()["stage"] == "restarting"
 
 
-def test_sigterm_during_a_restart_ends_it_at_once(faulty: DaemonProcess) -> None:
-    assert faulty.status()["stage"] == "restarting"
-    assert faulty.stop(8.0) == 0
+def test_sigterm_during_a_restart_ends_it_at_once(faulty: Faulty) -> None:
+    running = faulty()
+    os.kill(running.status()["engine_pid"], signal.SIGKILL)
+    running.wait_for(lambda: running.status()["stage"] == "restarting", 10.0)
+    assert running.stop(8.0) == 0
 
 
 @pytest.mark.parametrize("stage", ["importing", pytest.param("loading", marks=pytest.mark.slow)])
@@ -108,27 +134,6 @@ def wait_for_stage(starting: DaemonProcess, stage: str) -> None:
     starting.wait_for_log('"engine_loading"')
     if stage == "loading":
         starting.wait_for(lambda: any("spawn_main" in line for line in starting.processes().values()), 120.0)
-
-
-@pytest.mark.slow
-def test_sigkill_while_serving_leaves_no_process_and_the_next_start_works(
-    own_root: Path, zoo_model: ZooModel
-) -> None:
-    root, model = own_root, zoo_model("qwen3_moe")
-    with daemon(root, model, policy="lfru") as first:
-        first.wait_until_ready()
-        answer = first.complete(PROMPT, 32).text
-        stream = first.stream(PROMPT, 4000).read(20)
-        assert len(first.processes()) >= 4
-        first.kill()
-        first.assert_gone()
-        stream.close()
-        assert first.socket.exists()
-        assert list((root / "private" / "rpc").iterdir())
-    with daemon(root, model) as second:
-        second.wait_until_ready()
-        assert second.complete(PROMPT, 32).text == answer
-        assert second.stop() == 0
 
 
 @pytest.mark.slow
@@ -159,10 +164,11 @@ def test_an_engine_that_dies_too_often_ends_the_daemon_with_70(own_root: Path, z
 
 
 @pytest.mark.slow
-def test_an_option_that_vllm_does_not_have_is_a_configuration_error(
-    own_root: Path, zoo_model: ZooModel
-) -> None:
-    with daemon(own_root, zoo_model("qwen3_moe"), "--engine", "no_such_option=1") as refused:
+@pytest.mark.parametrize("option", ["no_such_option=1", "tokenizer=nobody/nothing"])
+def test_what_vllm_refuses_is_a_configuration_error(own_root: Path, zoo_model: ZooModel, option: str) -> None:
+    """The second is an OSError of vLLM's."""
+    with daemon(own_root, zoo_model("qwen3_moe"), "--engine", option) as refused:
         assert refused.process.wait(120) == 78
-        assert "no_such_option" in refused.log
+        assert refused.log.rpartition("vvllm-msd: ")[2].startswith("vLLM ")
+        assert "Traceback" not in refused.log
         refused.assert_gone()

@@ -16,54 +16,48 @@ from vvllm_msd.watchdog import FIRST_STEPS, Watchdog
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.limits import GIB
 
-SERVED = FIRST_STEPS
+BEFORE = 7
+"""Steps of profiling, before the engine served."""
+SERVED = BEFORE + FIRST_STEPS
 """Steps of an engine that has compiled its kernels."""
 
 
-def settled(limit: float) -> Watchdog:
-    """Of an engine that has served for a while."""
-    watchdog = Watchdog(limit)
-    watchdog.late(0, progress=0, steps=0, busy=False)
-    return watchdog
-
-
 def test_an_engine_that_stands_still_with_work_is_caught() -> None:
-    watchdog = settled(limit=10)
+    watchdog = Watchdog(10, BEFORE)
     assert not watchdog.late(100, progress=5, steps=SERVED, busy=True)
     assert not watchdog.late(109, progress=5, steps=SERVED, busy=True)
     assert watchdog.late(110, progress=5, steps=SERVED, busy=True) == 10
 
 
 def test_the_first_steps_may_take_longer_and_no_later_one() -> None:
-    watchdog = Watchdog(limit=10)
-    before = 7  # of profiling, before it served
-    assert not watchdog.late(0, progress=5, steps=before, busy=True)
-    assert not watchdog.late(99, progress=5, steps=before, busy=True)
-    assert watchdog.late(100, progress=5, steps=before, busy=True) == 100
-    last = before + FIRST_STEPS - 1
-    assert not watchdog.late(200, progress=6, steps=last, busy=True)
-    assert not watchdog.late(299, progress=6, steps=last, busy=True)
-    assert watchdog.late(299, progress=6, steps=last + 1, busy=True) == 10
+    watchdog = Watchdog(10, BEFORE)
+    assert not watchdog.late(0, progress=5, steps=BEFORE, busy=True)
+    assert not watchdog.late(99, progress=5, steps=BEFORE, busy=True)
+    assert watchdog.late(100, progress=5, steps=BEFORE, busy=True) == 100
+    assert not watchdog.late(200, progress=6, steps=SERVED - 1, busy=True)
+    assert not watchdog.late(299, progress=6, steps=SERVED - 1, busy=True)
+    assert watchdog.late(299, progress=6, steps=SERVED, busy=True) == 10
 
 
 def test_idle_time_does_not_count() -> None:
-    watchdog = settled(limit=10)
+    watchdog = Watchdog(10, BEFORE)
     assert not watchdog.late(0, progress=5, steps=SERVED, busy=False)
     assert not watchdog.late(1000, progress=5, steps=SERVED, busy=False)
     assert not watchdog.late(1001, progress=5, steps=SERVED, busy=True)
     assert watchdog.late(1010, progress=5, steps=SERVED, busy=True)
 
 
-@pytest.mark.parametrize("steps", [0, SERVED])
+@pytest.mark.parametrize("steps", [BEFORE, SERVED])
 def test_a_limit_of_zero_is_never_reached(steps: int) -> None:
-    watchdog = settled(limit=0)
+    watchdog = Watchdog(0, BEFORE)
     watchdog.late(0, progress=1, steps=steps, busy=True)
     assert not watchdog.late(1e9, progress=1, steps=steps, busy=True)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 2), st.booleans()), max_size=60))
 def test_it_is_late_exactly_after_busy_time_without_progress(looks: list[tuple[float, int, bool]]) -> None:
-    watchdog, now, progress, since = settled(limit=10), 0.0, 0, 0.0
+    watchdog, now, progress, since = Watchdog(10, BEFORE), 0.0, 0, 0.0
+    watchdog.late(now, progress, SERVED, busy=False)
     for elapsed, moved, busy in looks:
         now, progress = now + elapsed, progress + moved
         if moved or not busy:
