@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import zoo
-
-ZooModel = Callable[[str], Path]
+from zoo import ZooModel
 
 # Before anything imports vLLM or transformers, and inherited by every process that a test starts.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -12,6 +12,9 @@ from typing import Any
 
 from vvllm_msd import demo_model
 
+ZooModel = Callable[[str], Path]
+"""Of the fixture `zoo_model`: a family's name to the directory of its model."""
+
 ENGINE_ARGS: dict[str, dict[str, Any]] = {"deepseek_v2": {"block_size": 16}}
 """What a family's engine needs besides the defaults: MLA's reference kernel on the CPU wants blocks of 16."""
 

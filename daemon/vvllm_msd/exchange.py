@@ -61,14 +61,16 @@ class Exchange:
         if size > self._bounds.header_bytes:
             raise HeadersTooLargeError(self._bounds.header_bytes)
 
-    async def read_body(self) -> bool:
+    async def read_body(self, limit: int) -> bool:
         """Read the request to its end, within its bounds; False when the client left meanwhile.
+
+        Args:
+            limit: bytes of its body.
 
         Raises:
             TooLargeError: the body is over its limit; the rest is not kept.
             BadRequestError: it did not arrive in time.
         """
-        limit = self._bounds.body_bytes
         too_large = TooLargeError(f"The request's body is over the limit of {limit} bytes.", "Send less.")
         if self._declared_length() > limit:
             raise too_large

@@ -23,7 +23,7 @@ import uvicorn
 from vvllm_msd.events import Event, EventHub
 from vvllm_msd.exchange import Exchange, Scope
 from vvllm_msd.http_connection import DEFAULT_LIMITS, HttpConnection, HttpLimits, Peer, SlowRequestError
-from vvllm_shared import logs
+from vvllm_shared import limits, logs
 from vvllm_shared.errors import BadRequestError, BusyError, PermissionDeniedError, VvllmError
 
 ROUTES = re.compile(
@@ -32,6 +32,10 @@ ROUTES = re.compile(
     r"|/tokenize|/detokenize|/health|/metrics|/version"
 )
 """vLLM's routes that clients may reach."""
+
+OWN_ROUTES = ("/vvllm/status", "/vvllm/events")
+TOKENIZE_ROUTES = ("/tokenize", "/detokenize")
+"""vLLM answers these beside the event loop but under Python's lock, with no bound of its own."""
 
 RETRY_SECONDS = 2
 """`Retry-After` of a 503."""
@@ -55,6 +59,12 @@ class NoSuchRouteError(BadRequestError):
     """A path that is not served here."""
 
     code, http_status = "not_found", 404
+
+
+class MethodError(BadRequestError):
+    """A route that only shows something was asked to do something."""
+
+    code, http_status = "method_not_allowed", 405
 
 
 class Gateway:
@@ -147,6 +157,8 @@ class Gateway:
         began = time.monotonic()
         try:
             await self._answer(exchange)
+        except MethodError as error:
+            await exchange.refuse(error, {"allow": "GET, HEAD"})
         except SlowRequestError as error:
             # What is missing of it may still come, and must not be taken for the next request.
             await exchange.refuse(error, {"connection": "close"})
@@ -174,6 +186,8 @@ class Gateway:
             raise PermissionDeniedError(
                 "You are not allowed to use this daemon.", "Ask its owner to add you to the socket's group."
             )
+        if exchange.path in OWN_ROUTES and exchange.scope["method"] not in ("GET", "HEAD"):
+            raise MethodError(f"{exchange.path} can only be read.", "Use GET.")
         if exchange.path == "/vvllm/status":
             await exchange.respond(200, self._backend.status())
         elif exchange.path == "/vvllm/events":
@@ -188,7 +202,8 @@ class Gateway:
         return peer is not None and (peer.uid in (0, os.geteuid()) or self._group in peer.gids)
 
     async def _forward(self, exchange: Exchange) -> None:
-        if not await exchange.read_body():
+        small = exchange.path in TOKENIZE_ROUTES
+        if not await exchange.read_body(limits.TOKENIZE_BYTES if small else self._bounds.body_bytes):
             exchange.outcome = "client left"
             return
         app = self._backend.app

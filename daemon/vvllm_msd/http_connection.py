@@ -118,11 +118,13 @@ class HttpConnection(H11Protocol):
         self._bounds = bounds
         self._read_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._admitted = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Refuse a connection too many; else note the peer and start the clock of the first request."""
         if len(self.connections) >= self._bounds.connections:
             self.transport = transport
+            self._admitted = False
             error = BusyError(f"All {self._bounds.connections} connections of the daemon are in use.")
             self._refuse(error, "retry-after: 1")
             return
@@ -138,7 +140,9 @@ class HttpConnection(H11Protocol):
         self._watch_reading(begun=True)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clocks."""
+        """Stop the clocks. A connection too many has none, and uvicorn never knew it."""
+        if not self._admitted:
+            return
         self._watch_reading(begun=False)
         self.resume_writing()
         super().connection_lost(exc)

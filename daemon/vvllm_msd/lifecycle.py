@@ -36,18 +36,22 @@ from vvllm_shared.errors import Exit, VvllmError
 from vvllm_shared.paths import runtime_paths, state_dir
 
 _COUNTERS = tuple(field.name for field in fields(CacheStatus) if field.name in BOARD_FIELDS)
+_LOOK_SECONDS = 2.0
+"""How often to look whether clients still find the socket."""
 _VERSIONS = {"vvllm-ms": version("vvllm-ms"), "vllm": PINNED_VLLM}
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks the daemon to drain, any further one to hurry. Needs a running loop."""
+    """SIGTERM, SIGINT and SIGHUP (a terminal that closes): the first asks the daemon to drain, any further one to
+    hurry. Needs a running loop."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._received)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._received)
 
     def _received(self) -> None:
         (self.hurry if self.asked.is_set() else self.asked).set()
@@ -105,16 +109,28 @@ class Daemon:
             await self._policy.start()
             supervising = asyncio.create_task(self._supervisor.run())
             asked = asyncio.create_task(signals.asked.wait())
+            lost = asyncio.create_task(self._socket_lost())
             try:
-                await asyncio.wait({supervising, asked}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({supervising, asked, lost}, return_when=asyncio.FIRST_COMPLETED)
                 if supervising.done():
                     self._show_failure(supervising)
                 else:
                     await self._drain(signals)
             finally:
                 asked.cancel()
+                lost.cancel()
                 await self._stop_children(supervising)
+        if lost.done() and not lost.cancelled():
+            raise VvllmError(
+                f"The socket {self._runtime.paths.http} was removed, and nobody could reach this daemon any more.",
+                "Start it again, and keep what cleans up away from the runtime directory.",
+            )
         self._log.info("stopped", uptime_s=round(time.monotonic() - self._began, 1))
+
+    async def _socket_lost(self) -> None:
+        """Return when clients no longer find the socket where it was made; it cannot be put back."""
+        while self._runtime.reachable():  # noqa: ASYNC110 - nothing tells; inotify would be a dependency
+            await asyncio.sleep(_LOOK_SECONDS)
 
     def _show_failure(self, supervising: asyncio.Task[NoReturn]) -> None:
         """Tell the readers of `/vvllm/events` why the daemon ends; it ends with the same error."""

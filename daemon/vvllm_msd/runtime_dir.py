@@ -31,11 +31,17 @@ class RuntimeDir:
     Attributes:
         listener: the socket for clients, bound and listening, not blocking, not inherited by children.
         group: whose members may connect; None where only the owner may.
+        made: device and inode of the socket's file.
     """
 
     paths: RuntimePaths
     listener: socket.socket
     group: int | None
+    made: tuple[int, int] | None
+
+    def reachable(self) -> bool:
+        """Whether clients that look at the path still come to this listener."""
+        return _identity(self.paths.http) == self.made
 
 
 @contextmanager
@@ -67,7 +73,7 @@ def _set_up(paths: RuntimePaths, stack: ExitStack) -> RuntimeDir:
     stack.callback(_clear, paths)
     _remove_stale_socket(paths.http)
     listener = stack.enter_context(_listening(paths.http, group))
-    return RuntimeDir(paths, listener, group)
+    return RuntimeDir(paths, listener, group, _identity(paths.http))
 
 
 def _prepare(directory: Path, may_have_group: bool = False) -> int | None:
@@ -188,7 +194,7 @@ def _listening(path: Path, group: int | None) -> Iterator[socket.socket]:
 def _identity(path: Path) -> tuple[int, int] | None:
     try:
         found = path.lstat()
-    except FileNotFoundError:
+    except OSError:
         return None
     return found.st_dev, found.st_ino
 

@@ -12,6 +12,8 @@ HEADER_BYTES = 64 * KIB
 """Request line and headers of one HTTP request."""
 BODY_BYTES = 16 * MIB
 """Body of one HTTP request: a 1M-token prompt is about 5 MiB of text."""
+TOKENIZE_BYTES = 256 * KIB
+"""Body of a request that only tokenizes: it holds Python's lock, and everyone's streams wait (3 MiB: 6 s)."""
 READ_SECONDS = 20.0
 """From the first byte of a request to the last byte of its body."""
 WRITE_STALL_SECONDS = 30.0

@@ -140,3 +140,14 @@ async def test_the_socket_is_not_inherited(serve: Serve) -> None:
         assert isinstance(sock.fileno(), int)
         assert not sock.get_inheritable()
         assert sock.family == socket.AF_UNIX
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT"])
+@pytest.mark.parametrize("path", ["/vvllm/status", "/vvllm/events"])
+async def test_our_own_routes_can_only_be_read(serve: Serve, method: str, path: str) -> None:
+    async with serve() as served:
+        client = await served.connect()
+        client.send(f"{method} {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        status, headers = await client.head()
+    assert status == 405
+    assert headers["allow"] == "GET, HEAD"

@@ -12,6 +12,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from gateway_client import CHAT, Serve, Watched, echo, post
 
+from vvllm_shared import limits
+
 
 async def test_a_declared_body_over_the_limit(serve: Serve) -> None:
     async with serve(echo, body_bytes=100) as served:
@@ -271,3 +273,27 @@ async def test_a_slow_reader_of_events_loses_some_and_is_told(serve: Serve) -> N
         got = [json.loads((await client.chunk()).split(b"data: ")[1]) for _ in range(5)]
         assert got[0] == {"type": "lost", "count": 6}
         assert [event["number"] for event in got[1:]] == [6, 7, 8, 9]
+
+
+async def test_a_connection_too_many_leaves_no_trace_but_its_answer(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve(echo, connections=1) as served:
+        first = await served.connect()
+        second = await served.connect()
+        assert (await second.head())[0] == 503
+        await second.reader.read()
+        second.writer.close()
+        first.writer.close()
+        await asyncio.sleep(0.1)
+        assert (await served.post(CHAT)).status == 200
+    assert not caplog.records, "asyncio logs what a protocol raises"
+
+
+async def test_a_request_that_only_tokenizes_is_small(serve: Serve) -> None:
+    """It holds Python's lock as long as it takes, and everyone's streams with it."""
+    async with serve(echo) as served:
+        for path in ("/tokenize", "/detokenize"):
+            assert (await served.post(path, b"x" * (limits.TOKENIZE_BYTES + 1))).status == 413
+            assert (await served.post(path, b"x" * limits.TOKENIZE_BYTES)).status == 200
+        assert (await served.post(CHAT, b"x" * (limits.TOKENIZE_BYTES + 1))).status == 200
