@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from conftest import ZooModel
 from daemon_helpers import Background, DaemonProcess, UnixConnection, daemon, wait_for
+from zoo import ZooModel
 
 pytestmark = pytest.mark.engine
 
@@ -92,16 +92,44 @@ def test_a_prompt_over_the_model_s_length_is_refused_with_the_numbers(served: Da
     assert served.complete("Hello", 4).status == 200
 
 
-def test_killing_the_policy_process_changes_no_output_and_brings_a_new_one(served: DaemonProcess) -> None:
-    wait_for(lambda: served.status()["policy"]["pid"] is not None, 30.0)
+def live_policy(served: DaemonProcess) -> int:
+    """The pid of the policy process, once it advises the engine."""
+    wait_for(
+        lambda: served.status()["policy"]["state"] == "live", 30.0, lambda: str(served.status()["policy"])
+    )
+    return int(served.status()["policy"]["pid"])
+
+
+def test_traces_reach_the_policy_process_and_its_advice_the_engine(served: DaemonProcess) -> None:
+    live_policy(served)
+    before = served.status()["cache"]
+
+    def counted() -> bool:
+        """A message for all layers comes first; those for single layers say what their routers chose."""
+        assert served.complete(PROMPTS[0], 256).status == 200
+        status = served.status()
+        assert status["cache"]["advice_applied"] >= before["advice_applied"]
+        return (
+            status["cache"]["traces_sent"] > before["traces_sent"] and status["policy"]["advice_applied"] > 1
+        )
+
+    wait_for(counted, 60.0, lambda: str(served.status()))
+
+
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_policy_process_that_is_lost_changes_no_output_and_is_replaced(
+    served: DaemonProcess, fault: signal.Signals
+) -> None:
+    old = live_policy(served)
     alone = served.complete(PROMPTS[0], 400).text
-    old = served.status()["policy"]["pid"]
     stream = served.stream(PROMPTS[0], 400).read(20)
-    os.kill(old, signal.SIGKILL)
+    os.kill(old, fault)
     assert stream.read().text == alone
     assert stream.error is None
-    wait_for(lambda: served.status()["policy"]["pid"] not in (None, old), 15.0)
     stream.close()
+    wait_for(lambda: served.status()["policy"]["pid"] not in (None, old), 25.0)
+    assert live_policy(served) != old
+    assert old not in served.processes()
 
 
 def test_no_process_of_the_engine_has_the_daemon_s_socket_or_lock(served: DaemonProcess) -> None:
