@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from conftest import ZooModel
 from daemon_helpers import daemon
+from zoo import ZooModel
 
 pytestmark = pytest.mark.engine
 
