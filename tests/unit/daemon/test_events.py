@@ -69,9 +69,13 @@ def test_the_shape_of_a_status() -> None:
     assert status.as_json() == {
         "stage": "loading", "detail": "", "progress": 0.5, "model": "m", "boot_id": "b", "generation": 0,
         "pid": 7, "engine_pid": None, "uptime_s": 0.0, "requests": 0, "versions": {}, "error": None,
-        "policy": {"state": "running", "pid": 8, "name": "lfru", "reason": ""},
+        "policy": {
+            "state": "running", "pid": 8, "name": "lfru", "reason": "", "epoch": 0, "advice_applied": 0,
+            "advice_stale": 0, "bad_messages": 0, "restarts": 0,
+        },
         "cache": {
             "layers": 0, "experts": 0, "slots": 0, "bundle_bytes": 0, "hits": 0, "misses": 0,
-            "bytes_paged": 0, "token_waves": 0, "pair_waves": 0, "steps": 0,
+            "bytes_paged": 0, "token_waves": 0, "pair_waves": 0, "steps": 0, "traces_sent": 0, "traces_dropped": 0,
+            "advice_applied": 0,
         },
     }  # fmt: skip
