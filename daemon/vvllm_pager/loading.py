@@ -49,7 +49,7 @@ class LayerLoader:
                 'Choose a modular kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
             )
         self._process: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
-        self._done = False
+        self.done = False
         self._arrived: dict[tuple[int, str], set[int]] = {}
         method.process_weights_after_loading = self._on_loaded
         # The chunks are staged here; vLLM would move all E experts to the device at once.
@@ -77,22 +77,22 @@ class LayerLoader:
 
     def _on_loaded(self, module: torch.nn.Module) -> None:
         """What vLLM calls once per layer after all tensors have arrived; the second call finds nothing to do."""
-        if self._done:
+        if self.done:
             return
         paging = self._paging
         try:
-            if self._layer is paging.layers[0]:
+            if paging.store is None:  # the first of the layers, whichever vLLM takes first
                 _refuse_missing(paging.layers)
                 _plan_layers(paging)
             self._fill_store()
         except VvllmError as error:
             paging.board.refuse(error)
             raise
-        self._done = True
+        self.done = True
         self._arrived.clear()
         paging.board.add("layers_done")
         paging.board.add("progress")
-        if self._layer is paging.layers[-1]:
+        if all(layer.loader.done for layer in paging.layers):
             paging.loaded()
 
     def arrivals(self) -> dict[tuple[str, str], set[int]]:

@@ -127,3 +127,13 @@ def test_the_environment_is_one_that_vllm_reads(tmp_path: Path) -> None:
     assert environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     of_vllm = {name for name in environment if name.startswith("VLLM_")}
     assert of_vllm <= set(envs.environment_variables)
+
+
+def test_a_context_that_is_fitted() -> None:
+    """-1 in `original_max_model_len` lets vLLM shorten the context to what the KV cache holds."""
+    from vllm.v1.core import kv_cache_utils
+
+    assert "original_max_model_len == -1" in inspect.getsource(kv_cache_utils.get_kv_cache_configs)
+    assert "original_max = vllm_config.model_config.max_model_len" in inspect.getsource(
+        kv_cache_utils._auto_fit_max_model_len
+    )

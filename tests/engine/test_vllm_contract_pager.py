@@ -128,3 +128,39 @@ def test_forward_context_tells_warm_up_and_padding() -> None:
     from vllm.forward_context import ForwardContext
 
     assert {"attn_metadata", "is_padding", "no_compile_layers"} <= {f.name for f in fields(ForwardContext)}
+
+
+def test_the_kernel_adapter() -> None:
+    """What `vvllm_pager.kernel` asks of vLLM to compute on slots as stock does on experts."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers.fused_moe.config import FusedMoEQuantConfig
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+    from vllm.model_executor.layers.fused_moe.modular_kernel import FusedMoEKernel
+
+    assert parameters(_custom_ops.moe_sum)[:2] == ["input", "output"]
+    assert isinstance(FusedMoEKernel.fused_experts, property)
+    assert parameters(FusedMoEQuantConfig.config_name) == ["self", "dtype"]
+    assert isinstance(TritonExperts.block_shape, property)
+    assert "try_get_optimal_moe_config(" in inspect.getsource(TritonExperts.apply)
+    assert "self.moe_sum(intermediate_cache3, output" in inspect.getsource(TritonExperts.apply)
+
+
+def test_the_configuration_that_is_refused() -> None:
+    """Each option that `vvllm_pager.paging` looks at is one of vLLM's."""
+    from vllm.config import ModelConfig, VllmConfig
+
+    config = VllmConfig()
+    sizes = (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "data_parallel_size",
+        "prefill_context_parallel_size",
+    )
+    for name in (*sizes, "enable_expert_parallel", "enable_eplb", "enable_dbo"):
+        assert hasattr(config.parallel_config, name), name
+    assert config.offload_config.uva.cpu_offload_gb == 0
+    assert config.offload_config.prefetch.offload_group_size == 0
+    assert (config.lora_config, config.speculative_config) == (None, None)
+    assert "enable_sleep_mode" in ModelConfig.__dataclass_fields__
+    assert isinstance(config.compilation_config.static_forward_context, dict)
+    assert config.scheduler_config.max_num_batched_tokens > 0
