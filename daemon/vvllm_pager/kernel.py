@@ -43,16 +43,25 @@ def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractCo
     return context
 
 
-def add_partials(partials: torch.Tensor) -> torch.Tensor:
-    """The sum over k of weighted expert outputs [T, k, H], in the order and precision of stock's kernels."""
+def add_partials(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The sum over k of expert outputs [T, k, H], in the order and precision of stock's kernels.
+
+    Args:
+        partials: on a GPU already weighed, as stock's kernels leave them; on the CPU not yet.
+        weights: fp32 [T, k].
+    """
     if partials.device.type == "cuda":
         out = torch.empty_like(partials[:, 0])
         ops.moe_sum(partials, out)
         return out
-    # The CPU kernel adds a token's experts in fp32, one after the other.
-    total = partials[:, 0].float()
+    # The CPU kernel adds a token's experts in fp32, one after the other. vLLM's builds for AVX-512 (taken as in
+    # platforms/cpu.py, import_kernels) multiply and add in one rounding, that for AVX2 in two; fp64 holds the
+    # exact product.
+    fused = torch.cpu._is_avx512_supported()
+    total = partials[:, 0].float() * weights[:, :1]
     for k in range(1, partials.shape[1]):
-        total += partials[:, k]
+        row, weight = partials[:, k].float(), weights[:, k : k + 1]
+        total = (total.double() + row.double() * weight.double()).float() if fused else total + row * weight
     return total.to(partials.dtype)
 
 

@@ -119,12 +119,15 @@ class HostResolver:
                 pairs = torch.from_numpy(chosen).to(x.device)
                 slots = wave.slot_ids[at : at + len(chosen)].reshape(-1, 1)
                 slot_ids, pair_weights = _slot_ids(slots, flat_weights[pairs], ids)
+                if x.device.type == "cpu":  # weighed where they are added, see `kernel.add_partials`
+                    pair_weights = torch.ones_like(pair_weights)
                 rows = compute(x[pairs // top_k], pair_weights, slot_ids)
                 if partials is None:
                     partials = rows.new_zeros(len(x) * top_k, rows.shape[-1])
                 partials[pairs] = rows
         assert partials is not None  # noqa: S101  # a plan has at least one wave
-        return kernel.add_partials(partials.view(len(x), top_k, -1))
+        # A pair that is nobody's left a row of zeros, and its weight may be anything.
+        return kernel.add_partials(partials.view(len(x), top_k, -1), weights.masked_fill(ids < 0, 0.0))
 
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
         layer, board = self._layer, self._paging.board
