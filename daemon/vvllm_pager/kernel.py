@@ -1,19 +1,240 @@
-"""Calling vLLM's expert kernel on slots exactly as stock would call it on experts."""
+"""Calling vLLM's expert kernels on slots exactly as stock would call them on experts."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import override_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts, _fused_marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
+from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+from vllm.scalar_type import ScalarType
+
+from vvllm_shared.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vvllm_pager.routed_experts import PagedExperts
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""`RoutedExperts.forward_modular`: (x [t, H], weights [t, k], ids [t, k]) to [t, H]."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A batch's pairs sorted by expert, as vLLM's `moe_align_block_size` lays them for all E experts."""
+
+    size: int
+    """Rows of a block."""
+    pairs: torch.Tensor
+    """int32, the pairs by block; T * k fills a block up."""
+    owners: torch.Tensor
+    """int32, each block's expert, or the slot of it."""
+    filled: torch.Tensor
+    """int32 [1], how much of `pairs` is filled; 0 computes nothing."""
+
+    @classmethod
+    def empty(cls, size: int, pairs: int, experts: int, device: torch.device) -> Blocks:
+        """Room for `pairs` pairs, as much as vLLM takes (moe_align_block_size.py:140)."""
+        length = pairs + experts * (size - 1)
+        if pairs < experts:
+            length = min(pairs * size, length)
+        kind = {"dtype": torch.int32, "device": device}
+        return cls(
+            size,
+            torch.empty(length, **kind),
+            torch.empty(-(-length // size), **kind),
+            torch.empty(1, **kind),
+        )
+
+
+class Rounds:
+    """The experts' outputs of a batch, which several kernel calls fill; every call is launched for all pairs.
+
+    Args:
+        rounds: how many calls.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._left = rounds
+        self._rows: torch.Tensor | None = None
+
+    def merge(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor | None:
+        """Take this round's rows.
+
+        Args:
+            rows: [T, k, H], of which those without a slot are garbage.
+            slots: [T, k], -1 where a pair is of another round.
+
+        Returns:
+            All rows after the last round.
+        """
+        mine = (slots >= 0).unsqueeze(-1)
+        if self._rows is None:
+            self._rows = torch.where(mine, rows, 0)
+        else:
+            torch.where(mine, rows, self._rows, out=self._rows)
+        self._left -= 1
+        return None if self._left else self._rows
+
+
+class SlotKernel:
+    """Mixed into a kernel's class: what a call on slots needs beyond vLLM's arguments."""
+
+    slots: torch.Tensor
+    """[T, k] of the running call."""
+    rounds: Rounds | None = None
+    blocks: Blocks
+    """Of the running call, where `block_size` is not 0."""
+
+    def block_size(self, tokens: int, top_k: int, experts: int) -> int:
+        """Rows of a block, for a kernel that takes `Blocks`; 0 for one that takes slots for experts."""
+        return 0
+
+    def moe_sum(
+        self,
+        input: torch.Tensor,  # as vLLM calls it
+        output: torch.Tensor,
+        topk_ids: torch.Tensor | None = None,
+        expert_map: torch.Tensor | None = None,
+    ) -> None:
+        """The sum over a token's experts, in vLLM's own operator, once all rounds are there."""
+        rows: torch.Tensor | None = input
+        if self.rounds is not None:
+            rows = self.rounds.merge(input, self.slots)
+        if rows is not None:
+            ops.moe_sum(rows, output)
+
+
+class SlotTriton(SlotKernel, TritonExperts):
+    """Triton's tile is chosen by `stock_launch`, and a block's place does not show: slots pass for experts."""
+
+
+class SlotMarlin(SlotKernel, MarlinExperts):
+    """Marlin cuts the sums over K by where a block lies, so blocks lie where they would with all E experts."""
+
+    def block_size(self, tokens: int, top_k: int, experts: int) -> int:
+        """As `fused_marlin_moe` chooses it (marlin_moe.py:342), for all E experts."""
+        size = 0
+        for size in (8, 16, 32, 48, 64):
+            if tokens * top_k / experts / size < 0.9:
+                break
+        narrow = self.input_dtype is not None and self.input_dtype.itemsize == 1
+        return max(size, 16) if narrow else size
+
+    def apply(  # noqa: PLR0917  # vLLM's signature
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: torch.Tensor | None,
+        a1q_scale: torch.Tensor | None,
+        a2_scale: torch.Tensor | None,
+        workspace13: torch.Tensor,
+        workspace2: torch.Tensor,
+        expert_tokens_meta: Any,
+        apply_router_weight_on_input: bool,
+    ) -> None:
+        """`fused_marlin_moe` (marlin_moe.py:218) between the alignment and the sum."""
+        top_k = topk_ids.shape[1]
+        rows = _fused_marlin_moe(
+            hidden_states=hidden_states,
+            w1=w1,
+            w2=w2,
+            bias1=self.w1_bias,
+            bias2=self.w2_bias,
+            w1_scale=self.w1_scale,
+            w2_scale=self.w2_scale,
+            topk_weights=topk_weights,
+            topk_ids=topk_ids,
+            num_topk=top_k,
+            quant_type=ScalarType.from_id(self.quant_type_id),
+            apply_router_weight_on_input=apply_router_weight_on_input,
+            expert_map=None,
+            block_size_m=self.blocks.size,
+            sorted_token_ids=self.blocks.pairs,
+            expert_ids=self.blocks.owners,
+            num_tokens_post_padded=self.blocks.filled,
+            activation=activation,
+            activation_func=self.activation,
+            activation_config=self.activation_config,
+            input_global_scale1=self.a1_gscale,
+            input_global_scale2=self.a2_gscale,
+            global_scale1=self.g1_alphas,
+            global_scale2=self.g2_alphas,
+            w1_zeros=self.w1_zp,
+            w2_zeros=self.w2_zp,
+            # Swapped, see MarlinExperts.workspace_shapes.
+            intermediate_cache13=workspace2,
+            intermediate_cache2=workspace13,
+            input_dtype=self.input_dtype,
+        )
+        self.moe_sum(rows.view(-1, top_k, rows.shape[-1]), output)
+
+
+_ON_SLOTS: dict[type, type[SlotKernel]] = {TritonExperts: SlotTriton, MarlinExperts: SlotMarlin}
+
+
+def put_on_slots(layer: PagedExperts) -> SlotKernel:
+    """Make the kernel that vLLM built for a layer of S experts one that runs on slots.
+
+    Raises:
+        UnsupportedError: a kernel whose exactness on slots nobody has shown.
+    """
+    kernel = layer.quant_method.moe_kernel.fused_experts
+    on_slots = _ON_SLOTS.get(type(kernel))
+    if on_slots is None:
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(kernel).__name__} is not among the kernels that give stock's output on slots "
+            f"({', '.join(known.__name__ for known in _ON_SLOTS)}).",
+            'Choose one with moe_backend: "triton", or "marlin" for 4 bits.',
+        )
+    # The object stays, with all that vLLM put into it; only what it does between its GEMMs and around them is ours.
+    kernel.__class__ = on_slots
+    made: SlotKernel = kernel
+    return made
+
+
+def scales_by_chunk(layer: PagedExperts) -> bool:
+    """Whether the bytes of a bundle depend on the experts that were processed with it, and its values do not.
+
+    NVFP4 for Marlin: the block scales of all experts of a layer are multiplied by one power of two, which each
+    expert's own global scale is divided by (marlin_utils_fp4.py, `_nvfp4_compute_scale_factor`). Both are in the
+    bundle.
+    """
+    experts = layer.quant_method.moe_kernel.fused_experts
+    return isinstance(experts, MarlinExperts) and bool(experts.quant_config.use_nvfp4_w4a16)
+
+
+@contextmanager
+def one_call(
+    kernel: SlotKernel, slots: torch.Tensor, blocks: Blocks | None, rounds: Rounds | None
+) -> Iterator[None]:
+    """What the next call of the kernel is about."""
+    kernel.slots, kernel.rounds = slots, rounds
+    if blocks is not None:
+        kernel.blocks = blocks
+    try:
+        yield
+    finally:
+        kernel.rounds = None
+
+
+def aligned(size: int, ids: torch.Tensor, experts: int) -> Blocks:
+    """The blocks of a batch by expert, as stock aligns it."""
+    pairs, owners, filled = moe_align_block_size(ids, size, experts, None, ignore_invalid_experts=True)
+    return Blocks(size, pairs, owners, filled)
 
 
 def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractContextManager[Any]:
@@ -43,18 +264,14 @@ def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractCo
     return context
 
 
-def add_partials(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum over k of expert outputs [T, k, H], in the order and precision of stock's kernels.
+def add_on_cpu(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum over k of expert outputs [T, k, H], in the order and precision of vLLM's CPU kernel.
 
     Args:
-        partials: on a GPU already weighed, as stock's kernels leave them; on the CPU not yet.
+        partials: not yet weighed.
         weights: fp32 [T, k].
     """
-    if partials.device.type == "cuda":
-        out = torch.empty_like(partials[:, 0])
-        ops.moe_sum(partials, out)
-        return out
-    # The CPU kernel adds a token's experts in fp32, one after the other. vLLM's builds for AVX-512 (taken as in
+    # It adds a token's experts in fp32, one after the other. vLLM's builds for AVX-512 (taken as in
     # platforms/cpu.py, import_kernels) multiply and add in one rounding, that for AVX2 in two; fp64 holds the
     # exact product.
     fused = torch.cpu._is_avx512_supported()
@@ -63,14 +280,3 @@ def add_partials(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         row, weight = partials[:, k].float(), weights[:, k : k + 1]
         total = (total.double() + row.double() * weight.double()).float() if fused else total + row * weight
     return total.to(partials.dtype)
-
-
-def is_warm_up() -> bool:
-    """Whether this forward is one of vLLM's own (profiling, warming up), which belongs to no request."""
-    return get_forward_context().attn_metadata is None
-
-
-def padding_rows(tokens: int) -> torch.Tensor | None:
-    """Mask [tokens] of rows that are not tokens of a request, where the runner says."""
-    mask = get_forward_context().is_padding
-    return None if mask is None else mask[:tokens]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vvllm_pager import bundle
+from vvllm_pager import bundle, kernel
 from vvllm_pager.bundle import BundleLayout, rows_as_bytes
 from vvllm_pager.slot_pool import SlotPool
 from vvllm_shared.board import Phase
@@ -155,24 +155,27 @@ class LayerLoader:
         starts = [*range(0, layer.experts - layer.slots, layer.slots), layer.experts - layer.slots]
         shared: dict[str, torch.Tensor] | None = None
         filled = 0
+        own_scale = False
         for start in starts:
             chunk = range(start, start + layer.slots)
             tensors = self.build(raw, chunk)
             rest = {name: t for name, t in tensors.items() if name not in layer.layout.names}
             shared = {name: t.clone() for name, t in rest.items()} if shared is None else shared
             bundle.check_chunk(layer, chunk, tensors, shared)
+            own_scale = kernel.scales_by_chunk(layer)
             for part in layer.layout.parts:
                 rows = rows_as_bytes(tensors[part.name])
                 region = records[start : chunk.stop, part.offset : part.offset + part.nbytes]
                 twice = filled - start  # the last chunk overlaps the one before
-                if twice > 0 and not torch.equal(region[:twice], rows[:twice].cpu()):
+                if twice > 0 and not own_scale and not torch.equal(region[:twice], rows[:twice].cpu()):
                     raise bundle.refuse(layer, part.name, "depends on which experts are processed together")
                 region.copy_(rows)
             filled = chunk.stop
         slots = {part.name: tensors[part.name] for part in layer.layout.parts}
-        layer.pool = SlotPool(slots, records, layer.layout)
+        pool = SlotPool(slots, records, layer.layout)
         if paging.settings.poison:
-            layer.pool.poison()
+            pool.poison()
+        layer.loaded(pool)
 
 
 def _refuse_missing(layers: list[PagedExperts]) -> None:

@@ -7,20 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
+from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.host_store import HostStore
+from vvllm_pager.ring import RingThread
 from vvllm_pager.settings import KEY, CacheSettings
+from vvllm_pager.trace import StepTrace, TraceSender
 from vvllm_shared import PINNED_VLLM, is_pinned, limits
 from vvllm_shared.board import Board, Phase
 from vvllm_shared.errors import ConfigError, UnsupportedError, VvllmError
+from vvllm_shared.residency import graph_sizes, most_tokens
 
 if TYPE_CHECKING:
+    from vvllm_pager.device_resolver import Scratch
     from vvllm_pager.routed_experts import PagedExperts
-    from vvllm_pager.trace import TraceSender
 
 # vLLM's own logger: without a daemon this is a guest in vLLM's log; with one, the daemon logs the same facts.
 log = init_logger("vllm.vvllm_pager")
@@ -46,12 +50,14 @@ class Paging:
         self.device = torch.device(config.device_config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.max_rows = config.scheduler_config.max_num_batched_tokens
         self.layers: list[PagedExperts] = []
         self.store: HostStore | None = None
-        self.trace: TraceSender | None = None
-        self.step = 0
-        self._last_layer = -1
+        self.scratch: Scratch | None = None
+        """On a GPU, once the slots are planned."""
+        self.device_tokens = 0
+        """The largest batch that is device-driven."""
+        self.host_trace: StepTrace | None = None
+        self._ring: RingThread | None = None
         self.board.set("phase", Phase.LOADING)
 
     @classmethod
@@ -66,7 +72,13 @@ class Paging:
         return cls(config)
 
     def adopt(self, layer: PagedExperts) -> int:
-        """Take in a layer under construction; returns its index."""
+        """Take in a layer under construction; returns its index.
+
+        Raises:
+            ConfigError: CUDA graphs of batches that cannot run in one.
+        """
+        if self.settings.slots is not None:
+            self._check_graphs(min(self.settings.slots, layer.experts), layer.top_k)
         self.layers.append(layer)
         self.board.set("layers_total", len(self.layers))
         self.board.add("bytes_total", sum(p.nbytes for p in layer.parameters(recurse=False)))
@@ -112,14 +124,41 @@ class Paging:
         self.store = HostStore(
             [(layer.experts, layout.record_bytes) for layer, layout in zip(self.layers, layouts, strict=True)]
         )
+        if self.device.type == "cuda":
+            from vvllm_pager.device_resolver import Scratch
+
+            self._check_graphs(min(slots, *(layer.experts for layer in self.layers)), top_k)
+            self.device_tokens = min(
+                most_tokens(min(slots, layer.experts), layer.top_k) for layer in self.layers
+            )
+            self.scratch = Scratch(experts, slots, self.device)
         return slots
+
+    def _check_graphs(self, slots: int, top_k: int) -> None:
+        """Refuse CUDA graphs of batches that only the host can page for."""
+        graphs = self._config.compilation_config
+        if self.device.type != "cuda" or graphs.cudagraph_mode == CUDAGraphMode.NONE:
+            return
+        most, largest = most_tokens(slots, top_k), max(graphs.cudagraph_capture_sizes or [0])
+        if largest > most:
+            sizes = [size for size in graph_sizes(most) if size <= largest]
+            raise ConfigError(
+                f"expert_cache: CUDA graphs are to be captured for up to {largest} tokens at a time, and with {slots} "
+                f"slots and {top_k} experts a token at most {most} run in one.",
+                f"Set --compilation-config '{{\"cudagraph_capture_sizes\": {sizes}}}', or --enforce-eager.",
+            )
 
     def loaded(self) -> None:
         """All layers are in the store."""
         assert self.store is not None  # noqa: S101
-        if self.device.type == "cuda":
+        if self.scratch is not None:
             self.store.pin()
+            self._ring = RingThread(
+                self.scratch.ring, [layer.layout.bundle_bytes for layer in self.layers], self.board
+            )
         self.board.set("phase", Phase.WARMING)
+        for layer in {(layer.experts, layer.slots, layer.top_k): layer for layer in self.layers}.values():
+            layer.warm_up()
         slot_bytes = sum(layer.slots * layer.layout.bundle_bytes for layer in self.layers)
         log.info(
             "Paged experts: %d layers, %s of %s experts in slots, %.2f GiB of slots, %.2f GiB in the host store",
@@ -130,12 +169,11 @@ class Paging:
             self.store.nbytes / limits.GIB,
         )
 
-    def begin(self, layer_index: int) -> int:
-        """The number of the running forward pass; a layer that does not come after the last one begins the next."""
-        if layer_index <= self._last_layer:
-            self.step += 1
-        self._last_layer = layer_index
-        return self.step
+    def trace_to(self, sender: TraceSender) -> None:
+        """From now on tell `sender` what the routers choose."""
+        self.host_trace = StepTrace(sender, len(self.layers))
+        if self._ring is not None:
+            self._ring.trace = StepTrace(sender, len(self.layers))
 
 
 def _runners(config: VllmConfig) -> Iterator[MoERunner]:
@@ -174,7 +212,6 @@ def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
         (parallel.enable_eplb, "expert load balancing is on", "--enable-eplb"),
         (parallel.enable_dbo, "dual batch overlap is on", "--enable-dbo"),
         (config.lora_config is not None, "LoRA is on", "--enable-lora"),
-        (config.speculative_config is not None, "speculative decoding is on", "--speculative-config"),
         (offload.uva.cpu_offload_gb > 0, f"cpu_offload_gb is set, {_MOVES}", "--cpu-offload-gb"),
         (
             offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0,
@@ -187,9 +224,17 @@ def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
             yield reason, f"Drop {flag}."
     if config.model_config.enable_sleep_mode:
         yield "sleep mode is on", "Drop --enable-sleep-mode."
-    on_cuda = torch.device(config.device_config.device).type == "cuda"
-    if on_cuda and config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        yield "CUDA graphs are on, and paging is driven by the host between kernels", "Set --enforce-eager."
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method != "ngram":
+        yield (
+            f"speculative decoding by {drafts.method} is on, whose drafting model was not verified",
+            'Use {"method": "ngram"} in --speculative-config, or drop it.',
+        )
+    if not envs.VLLM_MOE_SKIP_PADDING:
+        yield (
+            "VLLM_MOE_SKIP_PADDING is 0, so that rows of padding are not told from tokens",
+            "Unset VLLM_MOE_SKIP_PADDING.",
+        )
 
 
 def describe(paging: Paging) -> list[dict[str, Any]]:

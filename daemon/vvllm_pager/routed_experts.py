@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.forward_context import get_forward_context
 
 from vvllm_pager.bundle import BundleLayout
+from vvllm_pager.host_resolver import HostResolver
+from vvllm_pager.kernel import put_on_slots
 from vvllm_pager.loading import LayerLoader
 from vvllm_pager.paging import Paging
-from vvllm_pager.resolvers import HostResolver
 from vvllm_pager.slot_pool import SlotPool
 from vvllm_shared.errors import VvllmError
-from vvllm_shared.residency import Weights
+
+if TYPE_CHECKING:
+    from vvllm_pager.device_resolver import DeviceResolver
 
 
 class PagedExperts(torch.nn.Module):
@@ -39,12 +42,13 @@ class PagedExperts(torch.nn.Module):
     index: int
     experts: int
     loader: LayerLoader
-    weights: Weights
 
     # Known once the layer is loaded
     layout: BundleLayout
     slots: int
     pool: SlotPool
+    _on_host: HostResolver
+    _on_device: DeviceResolver | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         paging = Paging.current()
@@ -55,14 +59,34 @@ class PagedExperts(torch.nn.Module):
             super().__init__(*args, **kwargs)
         self.paging = paging
         self.experts = self.global_num_experts
-        self.weights = Weights()
-        self.index = paging.adopt(self)
         try:
+            self.index = paging.adopt(self)
             self.loader = LayerLoader(self, paging)
         except VvllmError as error:
             paging.board.refuse(error)
             raise
-        self._resolver = HostResolver(self, paging)
+
+    def loaded(self, pool: SlotPool) -> None:
+        """All bundles are in the store, and the kernel that vLLM built last is for the slots of `pool`.
+
+        Raises:
+            UnsupportedError: a kernel that cannot run on slots.
+        """
+        assert self.paging is not None  # noqa: S101  # only a paged layer has a loader
+        self.pool = pool
+        kernel = None
+        if self.paging.scratch is not None:
+            from vvllm_pager.device_resolver import DeviceResolver
+
+            kernel = put_on_slots(self)
+            self._on_device = DeviceResolver(self, kernel, self.paging.scratch)
+        self._on_host = HostResolver(self, kernel, self.paging)
+
+    def warm_up(self) -> None:
+        """Compile what device-driven steps launch, before a request waits for it."""
+        if self._on_device is not None:
+            assert self.paging is not None  # noqa: S101
+            self._on_device.warm_up(self.top_k, self.paging.device_tokens)
 
     def weight_loader(
         self, param: torch.nn.Parameter, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
@@ -95,8 +119,12 @@ class PagedExperts(torch.nn.Module):
         return self.run_paged(x, topk_weights, topk_ids)
 
     def run_paged(self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-        """The experts' output [T, H]; ids [T, k] are experts. Reads the router's ids on the host."""
-        return self._resolver.run(x, topk_weights, topk_ids, super().forward_modular)
+        """The experts' output [T, H]; ids [T, k] are experts. The size of the batch alone decides who pages."""
+        compute = super().forward_modular
+        assert self.paging is not None  # noqa: S101
+        if self._on_device is not None and len(x) <= self.paging.device_tokens:
+            return self._on_device.run(x, topk_weights, topk_ids, compute)
+        return self._on_host.run(x, topk_weights, topk_ids, compute)
 
 
 @torch.library.custom_op("vvllm::paged_experts", mutates_args=())

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator
+
 import torch
 
-from vvllm_pager.bundle import BundleLayout, rows_as_bytes
-from vvllm_shared.residency import PageTable
+from vvllm_pager.bundle import BundleLayout, Part, rows_as_bytes
+from vvllm_pager.device_table import DeviceTable
 from vvllm_shared.residency.page_table import Ints
 
+TILE_BYTES = 16 << 10
+"""What one program of *fill* copies at a time."""
 _POISON = 0xFF
 """A byte that makes NaN of bf16, fp16, fp32 and both fp8 formats."""
-
-
-class DeviceTable:
-    """The page table in device memory, with the host's working copy beside it.
-
-    The device's bytes are the truth. A host-driven step reads them, plans, and writes them back, all in the order
-    of the compute stream. On the CPU backend both are the same memory.
-    """
-
-    def __init__(self, experts: int, slots: int, device: torch.device) -> None:
-        fields = [("f8", experts)] * 3 + [("i4", experts), ("i4", slots)]
-        size = sum(np.dtype(kind).itemsize * count for kind, count in fields)
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = (
-            self._host if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
-        )
-        views, offset = [], 0
-        for kind, count in fields:
-            views.append(np.frombuffer(self._host.numpy(), np.dtype(kind), count, offset))
-            offset += views[-1].nbytes
-        last_used, heat, bias, slot_of, expert_in = views
-        self.host = PageTable(slot_of, expert_in, last_used, heat, bias)
-        slot_of.fill(-1)
-        expert_in.fill(-1)
-        self.write()
-
-    def read(self) -> None:
-        """Start to bring the device's table into `host`; valid after the caller's next synchronisation."""
-        if self._device is not self._host:
-            self._host.copy_(self._device, non_blocking=True)
-
-    def write(self) -> None:
-        """Start to make `host` the device's table. `host` must stay as it is until the next `read`."""
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
-
-    def set_bias(self, bias: list[float]) -> None:
-        """Replace the policy's bias [E]. Between steps only."""
-        if self._device is not self._host:
-            self.read()
-            torch.cuda.current_stream(self._device.device).synchronize()
-        self.host.bias[:] = bias
-        self.write()
 
 
 class SlotPool:
@@ -71,6 +31,12 @@ class SlotPool:
         self._rows = [(rows_as_bytes(slots[part.name]), part) for part in layout.parts]
         first = self._rows[0][0]
         self.table = DeviceTable(len(store), len(first), first.device)
+        self.store_words = store.view(torch.int64)
+        """[E, words of a record], for *fill*."""
+        self.tiles = torch.tensor(
+            [tile for rows, part in self._rows for tile in _tiles(rows, part)], device=first.device
+        )
+        """For *fill*: int64 [tiles, 5], see there."""
 
     def load(self, experts: Ints, slots: Ints) -> None:
         """Copy bundles into slots, in the order of the compute stream. The table is the caller's to keep."""
@@ -83,3 +49,17 @@ class SlotPool:
         """Fill every slot with NaN. Only while nothing is resident."""
         for rows, _ in self._rows:
             rows.fill_(_POISON)
+
+
+def _tiles(rows: torch.Tensor, part: Part) -> Iterator[tuple[int, int, int, int, int]]:
+    """One part of a record in pieces that a program of *fill* copies at a time.
+
+    Args:
+        rows: uint8 [S, bytes of a row], the part's slots.
+        part: where it lies in a record.
+    """
+    for at in range(0, part.nbytes, TILE_BYTES):
+        address, stride, offset = rows.data_ptr() + at, rows.stride(0), part.offset + at
+        nbytes = min(TILE_BYTES, part.nbytes - at)
+        wide = all(number % 16 == 0 for number in (address, stride, offset, nbytes))
+        yield address, stride, offset, nbytes, int(wide)

@@ -22,41 +22,35 @@ DECODE_TOKENS = 32
 
 
 class TraceSender:
-    """Collects a step's ids layer by layer and sends them from a thread of its own, which makes no CUDA call.
+    """Sends the steps' ids from a thread of its own, which makes no CUDA call.
 
     Args:
         endpoint: the policy process's PULL socket.
         boot_id: the daemon's.
-        layers: paged layers of a step.
         experts: experts of the largest layer.
         board: for the counts of what was sent and dropped.
     """
 
-    def __init__(self, endpoint: str, boot_id: str, layers: int, experts: int, board: Board) -> None:
+    def __init__(self, endpoint: str, boot_id: str, experts: int, board: Board) -> None:
         self._endpoint = endpoint
         self._boot_id = boot_id
-        self._layers = layers
         self._experts = experts
         self._board = board
-        self._step: list[Ints] = []
+        self._offering = threading.Lock()
         self._seq = 0
-        self._overflowed = 0  # written by the forward's thread, `_unsent` by the sender's
+        self._overflowed = 0  # written under the lock, `_unsent` by the sender
         self._unsent = 0
         self._queue: queue.Queue[tuple[int, int, list[Ints]]] = queue.Queue(limits.TRACE_QUEUE)
         threading.Thread(target=self._run, name="vvllm-traces", daemon=True).start()
 
-    def observe(self, step: int, layer: int, ids: Ints) -> None:
-        """Note what one layer's router chose, [tokens, k], -1 for nobody; the last layer completes the step."""
-        if layer == 0:
-            self._step = []
-        self._step.append(ids)
-        if layer != self._layers - 1 or len(self._step) != self._layers:
-            return
-        self._seq += 1  # a dropped step leaves a gap that the policy process sees
-        try:
-            self._queue.put_nowait((self._seq, step, self._step))
-        except queue.Full:
-            self._overflowed += 1
+    def offer(self, step: int, layers: list[Ints]) -> None:
+        """Send what the routers of all layers chose in a step, each [tokens, k], -1 for nobody; or drop it."""
+        with self._offering:
+            self._seq += 1  # a dropped step leaves a gap that the policy process sees
+            try:
+                self._queue.put_nowait((self._seq, step, layers))
+            except queue.Full:
+                self._overflowed += 1
 
     def _run(self) -> None:
         context = zmq.Context()
@@ -108,3 +102,25 @@ class TraceSender:
                 counts=counts.astype("<i4").tobytes(),
             )
         )
+
+
+class StepTrace:
+    """Puts the layers of a step together, for one of the threads that see them.
+
+    Args:
+        sender: takes whole steps.
+        layers: paged layers of a step.
+    """
+
+    def __init__(self, sender: TraceSender, layers: int) -> None:
+        self._sender = sender
+        self._layers = layers
+        self._ids: list[Ints] = []
+
+    def observe(self, step: int, layer: int, ids: Ints) -> None:
+        """Note what one layer's router chose, [tokens, k]; the last layer completes the step."""
+        if layer == 0:
+            self._ids = []
+        self._ids.append(ids)
+        if layer == self._layers - 1 and len(self._ids) == self._layers:
+            self._sender.offer(step, self._ids)

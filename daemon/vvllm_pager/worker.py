@@ -43,14 +43,9 @@ class PagerWorker:
         """
         paging = self._paging()
         assert paging is not None  # noqa: S101  # the daemon has read the report
-        if traces is not None and paging.trace is None:
-            paging.trace = TraceSender(
-                traces,
-                boot_id,
-                len(paging.layers),
-                max(layer.experts for layer in paging.layers),
-                paging.board,
-            )
+        if traces is not None and paging.host_trace is None:
+            experts = max(layer.experts for layer in paging.layers)
+            paging.trace_to(TraceSender(traces, boot_id, experts, paging.board))
         paging.board.set("phase", Phase.SERVING)
 
     def pager_apply(self, advice: list[dict[str, Any]]) -> int:
@@ -69,9 +64,9 @@ class PagerWorker:
         applied = 0
         for one in advice:
             layers = paging.layers if one["layer"] < 0 else [paging.layers[one["layer"]]]
+            weights = Weights(one["heat_weight"], one["age_weight"], one["heat_decay"])
             for layer in layers:
-                layer.weights = Weights(one["heat_weight"], one["age_weight"], one["heat_decay"])
-                layer.pool.table.set_bias(one["bias"] or [0.0] * layer.experts)
+                layer.pool.table.advise(weights, one["bias"])
             applied += len(layers)
         paging.board.add("advice_applied", applied)
         return applied

@@ -10,15 +10,22 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import threading
 from enum import IntEnum
 
-from vvllm_shared import errors
+from vvllm_shared import errors, limits
 from vvllm_shared.errors import VvllmError
 
 ENV = "VVLLM_BOARD"
-_BYTES = 4096
 _REFUSAL_AT = 2048
-"""The second half of the page holds why the engine refused to start, as JSON that ends with a NUL."""
+"""The second half of the first page holds why the engine refused to start, as JSON that ends with a NUL."""
+_LAYERS_AT = 4096
+"""Behind it, for each layer and phase, `LAYER_COUNTS` as words of 8 bytes."""
+PHASES = ("decode", "prefill")
+"""Of a step: each request has one token (or its drafts), or some have many."""
+LAYER_COUNTS = ("hits", "misses", "bytes_paged", "waves")
+_LAYER_WORDS = len(PHASES) * len(LAYER_COUNTS)
+_BYTES = _LAYERS_AT + 8 * _LAYER_WORDS * limits.LAYERS
 
 
 class Phase(IntEnum):
@@ -63,6 +70,7 @@ class Board:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _BYTES)
         self._words = memoryview(self._map).cast("Q")
+        self._counting = threading.Lock()
 
     @classmethod
     def create(cls) -> tuple[Board, int]:
@@ -93,6 +101,48 @@ class Board:
         """Increase one counter. Only its one writer may."""
         self._words[FIELDS.index(field)] += value
 
+    def count(
+        self,
+        layer: int,
+        phase: int,
+        *,
+        hits: int,
+        misses: int,
+        nbytes: int,
+        token_waves: int = 0,
+        pair_waves: int = 0,
+        steps: int = 1,
+    ) -> None:
+        """Add what one layer did, to the layer's counters and to those of all; threads of a process may meet here.
+
+        Args:
+            layer: its index.
+            phase: index into `PHASES`.
+            nbytes: bytes paged in.
+            steps: how many steps of the layer all this was.
+        """
+        at = _LAYERS_AT // 8 + layer * _LAYER_WORDS + phase * len(LAYER_COUNTS)
+        with self._counting:
+            for i, value in enumerate((hits, misses, nbytes, token_waves + pair_waves)):
+                self._words[at + i] += value
+            totals = (("hits", hits), ("misses", misses), ("bytes_paged", nbytes))
+            for field, value in (*totals, ("token_waves", token_waves), ("pair_waves", pair_waves)):
+                self.add(field, value)
+            self.add("progress", steps)
+            self.add("steps", steps if layer == 0 else 0)
+
+    def layers(self, count: int) -> dict[str, list[list[int]]]:
+        """For each phase the counters of the first `count` layers, in the order of `LAYER_COUNTS`."""
+        words = self._words[_LAYERS_AT // 8 :].tolist()
+        size = len(LAYER_COUNTS)
+        return {
+            phase: [
+                words[start : start + size]
+                for start in range(i * size, i * size + count * _LAYER_WORDS, _LAYER_WORDS)
+            ]
+            for i, phase in enumerate(PHASES)
+        }
+
     def read(self) -> dict[str, int]:
         """All counters by name."""
         return dict(zip(FIELDS, self._words, strict=False))
@@ -103,7 +153,7 @@ class Board:
 
     def refuse(self, error: VvllmError) -> None:
         """Tell the daemon why this engine cannot start; vLLM itself would only say that it did not."""
-        room = _BYTES - _REFUSAL_AT - 1
+        room = _LAYERS_AT - _REFUSAL_AT - 1
         sentence, hint = error.sentence, error.hint
         while len(text := json.dumps([type(error).__name__, sentence, hint]).encode()) > room:
             sentence, hint = sentence[: len(sentence) * 3 // 4], hint[: len(hint) * 3 // 4]
@@ -111,7 +161,7 @@ class Board:
 
     def refusal(self) -> VvllmError | None:
         """Why the engine refused to start, or None."""
-        text = self._map[_REFUSAL_AT:_BYTES].split(b"\0", 1)[0]
+        text = self._map[_REFUSAL_AT:_LAYERS_AT].split(b"\0", 1)[0]
         if not text:
             return None
         name, sentence, hint = json.loads(text)

@@ -29,6 +29,8 @@ def engine_args(family: str, **extra: Any) -> dict[str, Any]:
         "max_num_batched_tokens": 512,
         "max_num_seqs": 4,
         "kv_cache_memory_bytes": 64 << 20,
+        # Unused then, but vLLM wants this share of the device free (v1/worker/utils.py:716).
+        "gpu_memory_utilization": 0.01,
         "enable_prefix_caching": False,
         **zoo.ENGINE_ARGS.get(family, {}),
         **extra,

@@ -45,6 +45,8 @@ class PageTable:
     """[E] uses, decayed by `Weights.heat_decay` each step."""
     bias: Floats
     """[E] what the policy adds to an expert's score; higher stays longer."""
+    clock: Floats
+    """[1] number of the layer's last step."""
 
     @classmethod
     def empty(cls, experts: int, slots: int) -> PageTable:
@@ -55,6 +57,7 @@ class PageTable:
             np.zeros(experts),
             np.zeros(experts),
             np.zeros(experts),
+            np.zeros(1),
         )
 
     @property
@@ -67,20 +70,27 @@ class PageTable:
         """S, the number of slots of the layer."""
         return len(self.expert_in)
 
-    def touch(self, expert_ids: Ints, step: int, decay: float) -> None:
-        """Record that a step needs these experts.
+    @property
+    def step(self) -> int:
+        """Number of the layer's last step; 0 before the first."""
+        return int(self.clock[0])
+
+    def touch(self, flat_ids: Ints, decay: float) -> None:
+        """Begin the next step, and record the experts that it needs. A step of nobody is none.
 
         Args:
-            expert_ids: the step's (token, k) pairs in order, repeats included; ids in [0, E).
-            step: number of the step, growing.
+            flat_ids: the step's (token, k) pairs in order, repeats included; negative ids are nobody's.
             decay: see `Weights.heat_decay`.
         """
-        position = np.arange(1, len(expert_ids) + 1, dtype=np.float64) / (len(expert_ids) + 1)
+        valid = np.flatnonzero(flat_ids >= 0)
+        if not len(valid):
+            return
+        self.clock[0] += 1
+        used = flat_ids[valid]
         # Where an expert repeats, numpy's assignment keeps the last: recency is the last occurrence's.
-        self.last_used[expert_ids] = step + position
-        if decay != 1.0:
-            self.heat *= decay
-        self.heat[np.unique(expert_ids)] += 1.0
+        self.last_used[used] = self.clock[0] + (valid + 1) / (len(flat_ids) + 1)
+        self.heat *= decay
+        self.heat[np.unique(used)] += 1.0
 
     def victims(self, count: int, keep: Bools, weights: Weights) -> Ints:
         """The `count` slots to give up: empty ones first, then by the lowest score; ties by slot number.

@@ -20,6 +20,20 @@ from numpy.typing import NDArray
 
 from vvllm_shared.residency.page_table import EMPTY, Bools, Ints, PageTable, Weights
 
+MAX_ROUNDS = 4
+"""Pair waves that a device-driven step has at most: each is a kernel call in the captured graph, needed or not."""
+
+
+def most_tokens(slots: int, top_k: int) -> int:
+    """The largest batch that a device-driven step serves: at most `MAX_ROUNDS` waves, whatever is routed where."""
+    return MAX_ROUNDS * slots // top_k
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Numbers of tokens to capture CUDA graphs for: powers of two below `most`, and `most`. Batches in between are
+    padded to the next."""
+    return [1 << i for i in range(most.bit_length()) if 1 << i < most] + [most]
+
 
 @dataclass(frozen=True)
 class Wave:
@@ -50,7 +64,6 @@ def plan_step(
     ids: Ints,
     table: PageTable,
     weights: Weights,
-    step: int,
     *,
     pair_waves_above: int,
     force_pairs: bool = False,
@@ -61,7 +74,6 @@ def plan_step(
         ids: [T, k] expert ids of the batch; negative ids (padding) are nobody's and belong to no wave.
         table: the layer's page table; changed.
         weights: the victim formula's.
-        step: number of the step, growing.
         pair_waves_above: batches of more tokens than this are cut into pair waves, smaller ones into token waves.
         force_pairs: pair waves even where one call would do (to measure the memory that they need).
 
@@ -74,7 +86,7 @@ def plan_step(
     needed = np.zeros(table.experts, np.bool_)
     needed[used] = True
     hits = int(np.count_nonzero(needed & (table.slot_of != EMPTY)))
-    table.touch(used, step, weights.heat_decay)
+    table.touch(flat, weights.heat_decay)
 
     by_pairs = force_pairs
     if not force_pairs and int(np.count_nonzero(needed)) <= table.slots:

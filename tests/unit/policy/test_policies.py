@@ -42,7 +42,7 @@ def misses(trace: list[np.ndarray], policy: Policy, slots: int) -> int:
             for advice in policy.advice():
                 weights = Weights(advice.heat_weight, advice.age_weight, advice.heat_decay)
                 table.bias[:] = advice.bias or 0.0
-        table.touch(ids, step, weights.heat_decay)
+        table.touch(ids, weights.heat_decay)
         missing = ids[table.slot_of[ids] < 0]
         total += len(missing)
         if len(missing):

@@ -26,10 +26,10 @@ def batch(rng: np.random.Generator, experts: int, top_k: int, tokens: int) -> np
     return ids
 
 
-def run(table: PageTable, ids: np.ndarray, step: int, weights: Weights, pair_above: int, force: bool = False):
+def run(table: PageTable, ids: np.ndarray, weights: Weights, pair_above: int, force: bool = False):
     """Plan a step and replay the plan against a naive model of the slots."""
     contents = table.expert_in.copy()
-    plan = plan_step(ids, table, weights, step, pair_waves_above=pair_above, force_pairs=force)
+    plan = plan_step(ids, table, weights, pair_waves_above=pair_above, force_pairs=force)
     seen: list[int] = []
     for wave in plan.waves:
         wanted = set(ids.reshape(-1)[wave.pairs].tolist())
@@ -53,9 +53,9 @@ def test_every_pair_is_computed_once_from_the_slot_that_holds_its_expert(shape, 
     table = PageTable.empty(experts, slots)
     weights = Weights(heat=rng.random(), age=rng.random(), heat_decay=0.9)
     table.bias[:] = rng.normal(size=experts)
-    for step in range(6):
+    for _ in range(6):
         ids = batch(rng, experts, top_k, int(rng.integers(1, 20)))
-        plan = run(table, ids, step, weights, pair_above, force=bool(rng.random() < 0.2))
+        plan = run(table, ids, weights, pair_above, force=bool(rng.random() < 0.2))
         if plan.by_pairs:
             loads = [e for w in plan.waves for e in w.load_experts]
             assert len(loads) == len(set(loads)), "a pair plan loads no expert twice"
@@ -71,10 +71,10 @@ def test_default_weights_are_exact_lru(shape, seed) -> None:
     rng = np.random.default_rng(seed)
     table = PageTable.empty(experts, slots)
     order: list[int] = []
-    for step in range(30):
+    for _ in range(30):
         ids = rng.permutation(experts)[:top_k].astype(np.int32).reshape(1, -1)
         resident = set(table.expert_in[table.expert_in != EMPTY].tolist())
-        plan = run(table, ids, step, Weights(), pair_above=8)
+        plan = run(table, ids, Weights(), pair_above=8)
         assert plan.hits == len(resident & set(ids[0].tolist()))
         assert plan.misses == top_k - plan.hits
         order = [e for e in order if e not in ids] + ids[0].tolist()
@@ -85,29 +85,30 @@ def test_cyclic_scan_one_longer_than_the_slots_never_hits() -> None:
     table = PageTable.empty(9, 8)
     for step in range(90):
         ids = np.array([[step % 9]], np.int32)
-        assert run(table, ids, step, Weights(), pair_above=8).hits == 0
+        assert run(table, ids, Weights(), pair_above=8).hits == 0
 
 
 def test_bias_keeps_what_lru_would_evict() -> None:
     table = PageTable.empty(4, 2)
     table.bias[0] = 1e6
-    for step, expert in enumerate([0, 1, 2, 3]):
-        run(table, np.array([[expert]], np.int32), step, Weights(), pair_above=8)
+    for expert in (0, 1, 2, 3):
+        run(table, np.array([[expert]], np.int32), Weights(), pair_above=8)
     assert set(table.expert_in) == {0, 3}
 
 
 def test_heat_keeps_the_frequent_expert() -> None:
     table = PageTable.empty(4, 2)
-    for step, expert in enumerate([0, 0, 0, 1, 2, 3]):
-        run(table, np.array([[expert]], np.int32), step, Weights(heat=10.0), pair_above=8)
+    for expert in (0, 0, 0, 1, 2, 3):
+        run(table, np.array([[expert]], np.int32), Weights(heat=10.0), pair_above=8)
     assert 0 in table.expert_in
 
 
 def test_padding_neither_loads_nor_counts() -> None:
     table = PageTable.empty(4, 2)
-    plan = run(table, np.full((5, 2), -1, np.int32), 0, Weights(), pair_above=8)
+    plan = run(table, np.full((5, 2), -1, np.int32), Weights(), pair_above=8)
     assert (plan.hits, plan.misses, len(plan.waves)) == (0, 0, 1)
     assert not table.heat.any()
+    assert table.step == 0
 
 
 @pytest.mark.parametrize("tokens", [8, 9])
@@ -116,7 +117,7 @@ def test_the_kind_of_wave_depends_on_the_number_of_tokens_alone(tokens: int) -> 
     ids = np.stack([rng.permutation(16)[:2] for _ in range(tokens)]).astype(np.int32)
     cold, warm = PageTable.empty(16, 4), PageTable.empty(16, 4)
     warm.place(np.arange(4, dtype=np.int32), np.arange(4, dtype=np.int32))
-    kinds = {run(t, ids, 1, Weights(), pair_above=8).by_pairs for t in (cold, warm)}
+    kinds = {run(t, ids, Weights(), pair_above=8).by_pairs for t in (cold, warm)}
     assert kinds == {tokens > 8}
 
 

@@ -1,0 +1,117 @@
+"""A model in the shape of Qwen3-30B-A3B without a checkpoint: its config.json, and a load format that makes weights up.
+
+vLLM's own "dummy" format draws every weight from one generator; for experts in host RAM (57 GiB in bf16) that takes
+minutes, and it leaves scales of four bits at values that no checkpoint has. Here one random expert is copied to all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
+from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
+
+LOAD_FORMAT = "one_random_expert"
+FORMATS = ("bf16", "nvfp4")
+
+# Qwen/Qwen3-30B-A3B, config.json
+SHAPE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": True,
+}
+
+_NVFP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+    "dynamic": False,
+}
+_QUANTIZATION = {
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {
+        "group_0": {
+            "format": "nvfp4-pack-quantized",
+            "targets": ["Linear"],
+            "weights": _NVFP4,
+            "input_activations": _NVFP4 | {"dynamic": "local"},
+            "output_activations": None,
+        }
+    },
+    "kv_cache_scheme": None,
+    # Everything but the experts.
+    "ignore": ["lm_head", r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"],
+}
+
+_LARGEST_WEIGHT = 0.08
+_GLOBAL_SCALE = 448 * 6 / _LARGEST_WEIGHT
+"""A divisor: the largest float8 times the largest of four bits is then the largest weight."""
+
+
+def write_config(directory: Path, form: str, shape: dict[str, Any]) -> None:
+    """Write config.json for `shape` (see `SHAPE`) in the weight format `form` (see `FORMATS`)."""
+    from transformers import Qwen3MoeConfig
+
+    extra = {"quantization_config": _QUANTIZATION} if form == "nvfp4" else {}
+    config = Qwen3MoeConfig(**shape, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16", **extra)
+    config.save_pretrained(directory)
+
+
+@register_model_loader(LOAD_FORMAT)
+class OneRandomExpert(DummyModelLoader):
+    """Every expert of every layer gets the same random weights, the rest what vLLM's "dummy" gives it."""
+
+    def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+        """See `DummyModelLoader.load_weights`."""
+        drawn: dict[tuple[str, torch.Size, torch.device], torch.Tensor] = {}
+        for layer in model.modules():
+            experts = isinstance(layer, RoutedExperts)
+            for name, tensor in get_layer_tensors(layer).items():
+                if name in layer._non_persistent_buffers_set:
+                    continue
+                if not experts:
+                    initialize_single_dummy_weight(tensor)
+                    continue
+                key = (name, tensor.shape, tensor.device)
+                if key not in drawn:
+                    drawn[key] = _one_expert(name, tensor)
+                tensor.data.copy_(drawn[key].expand_as(tensor))
+
+
+def _one_expert(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """[1, ...] like `tensor` [E, ...]: random and finite, of the size of real weights."""
+    like = torch.empty_like(tensor[:1], device="cpu")
+    generator = torch.Generator().manual_seed(len(name))
+    if "global_scale" in name:
+        value = torch.full(like.shape, _GLOBAL_SCALE)
+    elif like.dtype == torch.uint8:
+        value = torch.randint(0, 256, like.shape, generator=generator)
+    elif name.endswith("weight_scale"):
+        value = torch.empty(like.shape).uniform_(64, 448, generator=generator)
+    else:
+        value = torch.empty(like.shape).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, generator=generator)
+    return value.to(like.dtype).to(tensor.device)
+
+
+def main(directory: str, form: str, layers: str) -> None:
+    """Write the config of a model cut to its first `layers`."""
+    write_config(Path(directory), form, SHAPE | {"num_hidden_layers": int(layers)})

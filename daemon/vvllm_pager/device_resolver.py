@@ -1,0 +1,148 @@
+"""Device-driven residency: *resolve*, *fill* and the kernel, round by round, without a word to the host.
+
+Everything is queued on the compute stream with shapes that depend on the batch's size alone, so vLLM captures it
+in its decode graphs as it stands.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+
+from vvllm_pager import forward
+from vvllm_pager.device_kernels import fill, resolve
+from vvllm_pager.kernel import Blocks, Compute, Rounds, SlotKernel, one_call, stock_launch
+from vvllm_pager.ring import Ring
+from vvllm_pager.slot_pool import TILE_BYTES
+
+if TYPE_CHECKING:
+    from vvllm_pager.routed_experts import PagedExperts
+
+_FILLERS = 128
+"""Programs of *fill*: enough loads in flight for PCIe 5.0 x16, and cheap to start where nothing is missing."""
+
+
+class Scratch:
+    """Device memory that the layers of an engine use one after the other.
+
+    Args:
+        experts, slots: of the largest layer.
+    """
+
+    def __init__(self, experts: int, slots: int, device: torch.device) -> None:
+        def words(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        self.order, self.aligned = words(experts), words(2 * experts)
+        self.victims, self.miss_experts, self.miss_slots = words(slots), words(slots), words(slots)
+        self.misses = words(1)
+        self.ring = Ring(device)
+
+
+class DeviceResolver:
+    """Runs the steps of one layer whose batches are small.
+
+    Args:
+        layer: loaded, with its pool.
+        kernel: the layer's, on slots.
+        scratch: the engine's.
+    """
+
+    def __init__(self, layer: PagedExperts, kernel: SlotKernel, scratch: Scratch) -> None:
+        self._layer = layer
+        self._kernel = kernel
+        self._scratch = scratch
+
+    def run(
+        self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, compute: Compute
+    ) -> torch.Tensor:
+        """As `HostResolver.run`."""
+        layer, kernel = self._layer, self._kernel
+        tokens, top_k = topk_ids.shape
+        count = self._count(topk_ids.numel())
+        rounds = Rounds(count) if count > 1 else None
+        size = kernel.block_size(tokens, top_k, layer.experts)
+        # Warm-up runs leave no statistics; what a graph captures is replayed for requests.
+        live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up()
+        padding, phase = forward.padding_rows(tokens), forward.phase()
+        out = x
+        with stock_launch(layer, x, top_k):
+            for number in range(count):
+                slots, blocks = self._resolve(topk_ids, padding, number, count, size, live, phase)
+                self._fill()
+                with one_call(kernel, slots, blocks, rounds):
+                    out = compute(x, topk_weights, topk_ids if blocks else slots)
+        return out
+
+    def warm_up(self, top_k: int, most: int) -> None:
+        """Compile the kernels for every size of batch up to `most` tokens, on rows that are nobody's."""
+        seen = set()
+        for tokens in range(1, most + 1):
+            pairs = tokens * top_k
+            size = self._kernel.block_size(tokens, top_k, self._layer.experts)
+            variant = (triton.next_power_of_2(pairs), self._count(pairs), size)
+            if variant not in seen:
+                seen.add(variant)
+                ids = self._scratch.misses.new_full((tokens, top_k), -1)
+                padding = torch.ones(tokens, dtype=torch.bool, device=ids.device)
+                self._resolve(ids, padding, 0, self._count(pairs), size, False, 0)
+        self._fill()
+
+    def _count(self, pairs: int) -> int:
+        """Rounds of a batch, whatever is routed where."""
+        return -(-min(pairs, self._layer.experts) // self._layer.slots)
+
+    def _resolve(
+        self,
+        ids: torch.Tensor,
+        padding: torch.Tensor | None,
+        number: int,
+        rounds: int,
+        block: int,
+        live: bool,
+        phase: int,
+    ) -> tuple[torch.Tensor, Blocks | None]:
+        layer, scratch, table = self._layer, self._scratch, self._layer.pool.table.device
+        pairs, top_k = ids.numel(), ids.shape[1]
+        slots = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
+        blocks = Blocks.empty(block, pairs, layer.experts, ids.device) if block else None
+        out = (blocks.pairs, blocks.owners, blocks.filled) if blocks else (slots, slots, slots)
+        resolve[(1,)](
+            ids,
+            slots if padding is None else padding.view(torch.uint8),
+            table["last_used"].view(torch.int64),
+            *(
+                table[name]
+                for name in ("heat", "bias", "weights", "clock", "counted", "slot_of", "expert_in")
+            ),
+            *(scratch.order, scratch.victims, scratch.aligned),
+            *(scratch.miss_experts, scratch.miss_slots, scratch.misses),
+            slots,
+            *out,
+            *(scratch.ring.words, scratch.ring.head),
+            *(pairs, top_k, number, int(live), layer.index, phase),
+            E=layer.experts,
+            S=layer.slots,
+            EP=triton.next_power_of_2(layer.experts),
+            SP=triton.next_power_of_2(layer.slots),
+            NP=triton.next_power_of_2(pairs),
+            ROUNDS=rounds,
+            MASKED=padding is not None,
+            BLOCK=block,
+            ENTRIES=scratch.ring.entries,
+            RING_IDS=scratch.ring.ids,
+        )
+        return slots, blocks
+
+    def _fill(self) -> None:
+        pool, scratch = self._layer.pool, self._scratch
+        fill[(_FILLERS,)](
+            pool.store_words,
+            pool.store_words.shape[1],
+            pool.tiles,
+            len(pool.tiles),
+            *(scratch.miss_experts, scratch.miss_slots, scratch.misses),
+            TILE=TILE_BYTES // 8,
+        )

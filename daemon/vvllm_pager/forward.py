@@ -1,0 +1,31 @@
+"""What vLLM's forward context says of the running batch."""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
+
+from vvllm_shared.board import PHASES
+
+
+def is_warm_up() -> bool:
+    """Whether this forward is one of vLLM's own (profiling, warming up), which belongs to no request."""
+    return get_forward_context().attn_metadata is None
+
+
+def padding_rows(tokens: int) -> torch.Tensor | None:
+    """Mask [tokens] of rows that are not tokens of a request, where the runner says."""
+    mask = get_forward_context().is_padding
+    return None if mask is None else mask[:tokens]
+
+
+def phase() -> int:
+    """Index into `PHASES`: decode where each request has one token (or its drafts), as under FULL graphs."""
+    context = get_forward_context()
+    if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
+        return PHASES.index("decode")
+    metadata = context.attn_metadata
+    first = next(iter(metadata.values()), None) if isinstance(metadata, dict) else metadata
+    longest = getattr(first, "max_query_len", 1)
+    return PHASES.index("decode" if longest == 1 else "prefill")

@@ -1,0 +1,159 @@
+"""On a real GPU: decode inside CUDA graphs gives stock's tokens and logprobs, whatever pages and however."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from parity import LONG, MEDIUM, SHORT, ask, engine_args, prompt
+
+import four_bits
+import zoo
+from vvllm_msd.verify_engine import set_environment
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS = 32
+TOP_K = {"qwen3_moe": 4, "qwen2_moe": 4, "glm4_moe": 4, "olmoe": 4, "mixtral": 2}
+OF = {"glm4_moe": "n_routed_experts", "mixtral": "num_local_experts"}
+"""What a family's config calls its number of experts, where that is not `num_experts`."""
+FULL: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4],
+    },
+}
+BATCHES = [
+    [SHORT],
+    *([prompt(4 + 3 * i, 10 + i) for i in range(count)] for count in (2, 3, 4)),
+    [MEDIUM],
+    [LONG],
+    [SHORT],
+]
+"""Decode of one to four, alone and after prompts that the host pages for; three are padded to four."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A tiny model of a family, by scheme: bf16, int4, nvfp4."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def get(family: str, scheme: str) -> Path:
+        if (family, scheme) not in made:
+            folder = tmp_path_factory.mktemp("graphs")
+            shape = four_bits.SHAPE[family] | {OF.get(family, "num_experts"): EXPERTS}
+            plain = zoo.make(family, folder / "bf16", **shape)
+            made[family, scheme] = (
+                plain if scheme == "bf16" else four_bits.quantize(plain, folder / scheme, scheme)
+            )
+        return made[family, scheme]
+
+    return get
+
+
+def backend(scheme: str) -> dict[str, Any]:
+    return {"moe_backend": "triton" if scheme == "bf16" else "marlin"}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4", "nvfp4"])
+@pytest.mark.parametrize("family", sorted(TOP_K))
+def test_full_graphs_equal_stock(family: str, scheme: str, model: Callable[[str, str], Path]) -> None:
+    """Slots = top_k (four requests take four rounds), 3 x top_k and a quarter; poison in every free slot."""
+    path, arguments = model(family, scheme), FULL | backend(scheme)
+    reference = ask(path, family, BATCHES, None, **arguments)
+    for slots in (TOP_K[family], 3 * TOP_K[family], EXPERTS // 4):
+        assert ask(path, family, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4"])
+def test_vllms_own_compilation_and_piecewise_graphs_equal_stock(
+    scheme: str, model: Callable[[str, str], Path]
+) -> None:
+    path, sizes = model("qwen3_moe", scheme), [1, 2, 4, 8]
+    arguments = backend(scheme) | {
+        "enforce_eager": False,
+        "compilation_config": {"cudagraph_capture_sizes": sizes},
+    }
+    reference = ask(path, "qwen3_moe", BATCHES, None, **arguments)
+    assert ask(path, "qwen3_moe", BATCHES, {"slots": 8, "poison": True}, **arguments) == reference
+
+
+SERVING = {
+    "drafts": {
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+        "compilation_config": FULL["compilation_config"] | {"cudagraph_capture_sizes": [3, 6, 12]},
+    },
+    "chunks": {"enable_chunked_prefill": True, "max_num_batched_tokens": 48},
+    "prefixes": {"enable_prefix_caching": True},
+}
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "nvfp4"])
+@pytest.mark.parametrize("how", sorted(SERVING))
+def test_drafts_chunks_and_shared_prefixes_equal_stock(
+    how: str, scheme: str, model: Callable[[str, str], Path]
+) -> None:
+    """Batches that mix prefill and decode, repeat a prompt, or verify drafts."""
+    path, arguments = model("qwen3_moe", scheme), FULL | backend(scheme) | SERVING[how]
+    loop = [7, 8, 9, 10] * 12
+    batches = [[LONG, SHORT, MEDIUM, loop], [loop], [[*LONG, 9, 11], [*LONG, 12]], [SHORT]]
+    reference = ask(path, "qwen3_moe", batches, None, **arguments)
+    assert ask(path, "qwen3_moe", batches, {"slots": 12, "poison": True}, **arguments) == reference
+
+
+def test_large_batches_are_paged_by_the_host_and_repeat_themselves(
+    model: Callable[[str, str], Path],
+) -> None:
+    """Batch 8 in two to four rounds under graphs, 24 beyond every graph."""
+    path = model("qwen3_moe", "nvfp4")
+    arguments = FULL | backend("nvfp4") | {"max_num_seqs": 24}
+    arguments["compilation_config"] = arguments["compilation_config"] | {"cudagraph_capture_sizes": [1, 8]}
+    batches = [[prompt(5 + i, i) for i in range(count)] for count in (8, 24, 8)]
+    reference = ask(path, "qwen3_moe", batches, None, **arguments)
+    for _ in range(2):
+        assert ask(path, "qwen3_moe", batches, {"slots": 8, "poison": True}, **arguments) == reference
+
+
+def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, str], Path]) -> None:
+    """Warm-up and capture leave no trace; each layer of each step looks up its k experts once."""
+    set_environment()
+    from vllm import LLM, SamplingParams
+
+    cache = {"expert_cache": {"slots": 12}}
+    llm = LLM(
+        model=str(model("qwen3_moe", "bf16")),
+        **engine_args("qwen3_moe", additional_config=cache, **FULL),
+    )
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
+    board = layers[0].paging.board
+    assert not any(any(c) for counts in board.layers(len(layers)).values() for c in counts)
+    llm.generate([{"prompt_token_ids": LONG}], SamplingParams(temperature=0, max_tokens=21, ignore_eos=True))
+    time.sleep(0.5)
+    counts = board.layers(len(layers))
+    for hits, misses, nbytes, waves in counts["decode"]:
+        assert hits + misses == 20 * 4
+        assert 0 < misses < 20 * 4
+        assert (nbytes, waves) == (misses * layers[0].layout.bundle_bytes, 0)
+    assert all(misses > 0 for _, misses, _, _ in counts["prefill"])
+    assert board.get("steps") == 21
+    del llm
+
+
+def test_captures_that_only_the_host_could_page_for_are_refused(model: Callable[[str, str], Path]) -> None:
+    from vvllm_shared.errors import ConfigError
+
+    arguments = FULL | {
+        "compilation_config": FULL["compilation_config"] | {"cudagraph_capture_sizes": [1, 64]}
+    }
+    with pytest.raises(ConfigError, match="at most 8 run in one") as refused:
+        ask(model("qwen3_moe", "bf16"), "qwen3_moe", [[SHORT]], {"slots": 8}, **arguments)
+    assert '"cudagraph_capture_sizes": [1, 2, 4, 8]' in refused.value.hint
