@@ -58,12 +58,17 @@ class Paging:
     def current(cls) -> Paging | None:
         """The paging of the engine under construction; None where the user asked for none."""
         config = get_current_vllm_config()
-        if KEY not in (config.additional_config or {}):
+        if not is_wanted(config):
             return None
+        return cls.find(config) or cls(config)
+
+    @classmethod
+    def find(cls, config: VllmConfig) -> Paging | None:
+        """The paging of the layers that this engine has so far; None while none is paged."""
         for other in _runners(config):
             if other.routed_experts.paging is not None:
                 return other.routed_experts.paging
-        return cls(config)
+        return None
 
     def adopt(self, layer: PagedExperts) -> int:
         """Take in a layer under construction; returns its index."""
@@ -136,6 +141,11 @@ class Paging:
             self.step += 1
         self._last_layer = layer_index
         return self.step
+
+
+def is_wanted(config: VllmConfig) -> bool:
+    """Whether the user asked for paging."""
+    return KEY in (config.additional_config or {})
 
 
 def _runners(config: VllmConfig) -> Iterator[MoERunner]:

@@ -57,6 +57,23 @@ def test_replacement_is_by_class_name() -> None:
         assert issubclass(custom_op.op_registry_oot[container.__name__], (PagedExperts, container))
 
 
+def test_whatever_writes_text_has_a_layer_that_can_be_replaced() -> None:
+    """`vvllm_pager.dense_models` looks at the model when this layer is built."""
+    from vllm.config import ModelConfig
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.plugins import load_general_plugins
+
+    from vvllm_pager.dense_models import CheckedLogitsProcessor
+
+    load_general_plugins()
+    assert issubclass(LogitsProcessor, custom_op.PluggableLayer)
+    assert custom_op.op_registry_oot["LogitsProcessor"] is CheckedLogitsProcessor
+    assert "get_current_vllm_config()" in inspect.getsource(LogitsProcessor.__init__)
+    assert isinstance(ModelConfig.is_moe, property)
+    assert isinstance(ModelConfig.architecture, property)
+
+
 def test_routed_experts() -> None:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
