@@ -129,6 +129,7 @@ class HostResolver:
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
         layer, board = self._layer, self._paging.board
         board.add("progress")
+        board.set("compiling", 0)
         board.add("hits", plan.hits)
         board.add("misses", plan.misses)
         board.add("bytes_paged", plan.misses * layer.layout.bundle_bytes)
