@@ -196,9 +196,9 @@ class Supervisor:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(engine.death.event.wait(), min(1.0, limit / 4) if limit else None)
             busy = engine.unfinished > 0 and self._board.get("phase") == Phase.SERVING
-            if late := watchdog.late(
-                time.monotonic(), self._board.get("progress"), self._board.get("steps"), busy
-            ):
+            # Progress is read last, as the pager writes it first: who sees patience end sees why.
+            compiling, steps = self._board.get("compiling") > 0, self._board.get("steps")
+            if late := watchdog.late(time.monotonic(), self._board.get("progress"), steps, busy, compiling):
                 engine.kill(f"it made no progress for {late:g} s while requests were waiting, and was killed")
 
     async def _tell_clients(self, engine: RunningEngine) -> None:

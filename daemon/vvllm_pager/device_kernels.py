@@ -85,35 +85,34 @@ def resolve(
         misses = tl.sum((needed & (slot < 0)).to(tl.int32), 0)
         if hits + misses > 0:
             clock = tl.load(clock_p) + 1.0
+            counted_p += phase * 3
+            all_hits = tl.load(counted_p) + hits
+            all_misses = tl.load(counted_p + 1) + misses
+            all_waves = tl.load(counted_p + 2) + (hits + misses - 1) // S
+            head = tl.load(ring_head_p)
+            # Every warp loads these scalars for itself, and one of them stores the next ones.
+            tl.debug_barrier()
             tl.store(clock_p, clock)
+            tl.store(counted_p, all_hits)
+            tl.store(counted_p + 1, all_misses)
+            tl.store(counted_p + 2, all_waves)
+            tl.store(ring_head_p, head + 1)
             # Recency is the step and, within it, the position of the last occurrence.
             stamp = clock + (i + 1).to(tl.float64) / (N + 1)
             tl.atomic_max(last_used_p + ids, stamp.to(tl.int64, bitcast=True), mask=used)
             heat = tl.load(heat_p + e, mask=e < E, other=0.0)
             tl.store(heat_p + e, heat * tl.load(weights_p + 2) + needed.to(tl.float64), mask=e < E)
-            waves = (hits + misses - 1) // S
-            _record(
-                ids,
-                hits,
-                misses,
-                waves,
-                clock,
-                counted_p,
-                ring_p,
-                ring_head_p,
-                N,
-                top_k,
-                layer,
-                phase,
-                NP,
-                ENTRIES,
-                RING_IDS,
-            )
+            entry_p = ring_p + (head % ENTRIES) * (16 + RING_IDS)
+            # Every word carries the ring's lap in its upper half: the reader needs no fence to see what is whole.
+            lap = ((head // ENTRIES) % 32767 + 1).to(tl.int32) << 16
+            _record(entry_p, lap, clock, all_hits, all_misses, all_waves, N // top_k, top_k, layer, phase)
+            tl.store(entry_p + 16 + i, lap | (ids & 0xFFFF), mask=(i < N) & (i < RING_IDS))
 
     lacking = group & (slot < 0)
     count = tl.sum(lacking.to(tl.int32), 0)
     tl.store(misses_p, count)
     if count > 0:
+        tl.debug_barrier()
         _choose(
             count, group, slot, last_used_p, heat_p, bias_p, weights_p, expert_in_p, victims_p, E, S, EP, SP
         )
@@ -194,48 +193,18 @@ def _choose(
 
 
 @triton.jit
-def _record(
-    ids,
-    hits,
-    misses,
-    waves,
-    clock,
-    counted_p,
-    ring_p,
-    ring_head_p,
-    N,
-    top_k,
-    layer,
-    phase,
-    NP: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    RING_IDS: tl.constexpr,
-):
-    """Count, and write the ring's next entry; see `vvllm_pager.ring` for its words."""
-    counted_p += phase * 3
-    hits += tl.load(counted_p)
-    misses += tl.load(counted_p + 1)
-    waves += tl.load(counted_p + 2)
-    tl.store(counted_p, hits)
-    tl.store(counted_p + 1, misses)
-    tl.store(counted_p + 2, waves)
-    head = tl.load(ring_head_p)
-    tl.store(ring_head_p, head + 1)
-    # Every word carries the ring's lap in its upper half: the reader needs no fence to see what is whole.
-    lap = ((head // ENTRIES) % 32767 + 1).to(tl.int32) << 16
-    entry_p = ring_p + (head % ENTRIES) * (16 + RING_IDS)
+def _record(entry_p, lap, clock, hits, misses, waves, tokens, top_k, layer, phase):
+    """Write the header of the ring's next entry; see `vvllm_pager.ring` for its words."""
     j = tl.arange(0, 16)
     long = tl.where(j < 7, clock.to(tl.int64), hits)
     long = tl.where(j < 10, long, misses)
     long = tl.where(j < 13, long, waves)
     word = ((long >> (((j + 2) % 3) * 16)) & 0xFFFF).to(tl.int32)
     word = tl.where(j == 0, layer, word)
-    word = tl.where(j == 1, N // top_k, word)
+    word = tl.where(j == 1, tokens, word)
     word = tl.where(j == 2, top_k, word)
     word = tl.where(j == 3, phase, word)
     tl.store(entry_p + j, lap | word)
-    i = tl.arange(0, NP)
-    tl.store(entry_p + 16 + i, lap | (ids & 0xFFFF), mask=(i < N) & (i < RING_IDS))
 
 
 @triton.jit

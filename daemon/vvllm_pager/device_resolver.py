@@ -18,10 +18,15 @@ from vvllm_pager.ring import Ring
 from vvllm_pager.slot_pool import TILE_BYTES
 
 if TYPE_CHECKING:
+    from vvllm_pager.paging import Paging
     from vvllm_pager.routed_experts import PagedExperts
 
-_FILLERS = 128
-"""Programs of *fill*: enough loads in flight for PCIe 5.0 x16, and cheap to start where nothing is missing."""
+_FILLERS, _FILLER_WARPS = 32, 8
+"""Programs of *fill*: with as few as these an H200 reads host memory at its full speed (more gave nothing), they start
+soonest where nothing is missing, and a small card keeps multiprocessors for other work."""
+
+_ONE_WARP = 256
+"""Experts or pairs that one warp of *resolve* handles sooner than several, which would wait for each other."""
 
 
 class Scratch:
@@ -47,12 +52,13 @@ class DeviceResolver:
     Args:
         layer: loaded, with its pool.
         kernel: the layer's, on slots.
-        scratch: the engine's.
+        paging, scratch: the engine's.
     """
 
-    def __init__(self, layer: PagedExperts, kernel: SlotKernel, scratch: Scratch) -> None:
+    def __init__(self, layer: PagedExperts, kernel: SlotKernel, paging: Paging, scratch: Scratch) -> None:
         self._layer = layer
         self._kernel = kernel
+        self._paging = paging
         self._scratch = scratch
 
     def run(
@@ -65,7 +71,7 @@ class DeviceResolver:
         rounds = Rounds(count) if count > 1 else None
         size = kernel.block_size(tokens, top_k, layer.experts)
         # Warm-up runs leave no statistics; what a graph captures is replayed for requests.
-        live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up()
+        live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up(self._paging.graphs)
         padding, phase = forward.padding_rows(tokens), forward.phase()
         out = x
         with stock_launch(layer, x, top_k):
@@ -133,6 +139,7 @@ class DeviceResolver:
             BLOCK=block,
             ENTRIES=scratch.ring.entries,
             RING_IDS=scratch.ring.ids,
+            num_warps=1 if max(layer.experts, pairs) <= _ONE_WARP else 8,
         )
         return slots, blocks
 
@@ -145,4 +152,5 @@ class DeviceResolver:
             len(pool.tiles),
             *(scratch.miss_experts, scratch.miss_slots, scratch.misses),
             TILE=TILE_BYTES // 8,
+            num_warps=_FILLER_WARPS,
         )

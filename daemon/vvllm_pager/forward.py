@@ -5,13 +5,23 @@ from __future__ import annotations
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
+from vllm.v1.worker.workspace import current_workspace_manager
 
 from vvllm_shared.board import PHASES
 
 
-def is_warm_up() -> bool:
-    """Whether this forward is one of vLLM's own (profiling, warming up), which belongs to no request."""
-    return get_forward_context().attn_metadata is None
+def is_warm_up(graphs: bool) -> bool:
+    """Whether this forward is one of vLLM's own (profiling, warming up), which belongs to no request.
+
+    Some of vLLM's warm-up steps look like a request's. All come before the graphs are captured, and the workspace is
+    locked right after that (v1/worker/gpu/model_runner.py:1121, gpu_model_runner.py:6575).
+
+    Args:
+        graphs: whether this engine captures CUDA graphs.
+    """
+    if get_forward_context().attn_metadata is None:
+        return True
+    return graphs and not current_workspace_manager().is_locked()
 
 
 def padding_rows(tokens: int) -> torch.Tensor | None:

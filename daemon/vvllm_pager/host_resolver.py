@@ -57,7 +57,7 @@ class HostResolver:
             [T, H].
         """
         settings, table = self._paging.settings, self._layer.pool.table
-        warm_up = forward.is_warm_up()
+        warm_up = forward.is_warm_up(self._paging.graphs)
         ids = self._read_ids(topk_ids)
         # On a GPU pair waves are exact, and load each expert once: nothing speaks for token waves.
         above = 0 if self._kernel else settings.pair_waves_above
@@ -167,6 +167,7 @@ class HostResolver:
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
         index, paging = self._layer.index, self._paging
         waves = len(plan.waves) - 1
+        paging.board.set("compiling", 0)  # what this step had to compile is compiled
         paging.board.count(
             index,
             forward.phase(),

@@ -50,6 +50,9 @@ class Paging:
         self.device = torch.device(config.device_config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        graphs = config.compilation_config.cudagraph_mode
+        self.graphs = self.device.type == "cuda" and graphs != CUDAGraphMode.NONE
+        """Whether this engine captures CUDA graphs."""
         self.layers: list[PagedExperts] = []
         self.store: HostStore | None = None
         self.scratch: Scratch | None = None
@@ -64,12 +67,17 @@ class Paging:
     def current(cls) -> Paging | None:
         """The paging of the engine under construction; None where the user asked for none."""
         config = get_current_vllm_config()
-        if KEY not in (config.additional_config or {}):
+        if not is_wanted(config):
             return None
+        return cls.find(config) or cls(config)
+
+    @classmethod
+    def find(cls, config: VllmConfig) -> Paging | None:
+        """The paging of the layers that this engine has so far; None while none is paged."""
         for other in _runners(config):
             if other.routed_experts.paging is not None:
                 return other.routed_experts.paging
-        return cls(config)
+        return None
 
     def adopt(self, layer: PagedExperts) -> int:
         """Take in a layer under construction; returns its index.
@@ -136,10 +144,10 @@ class Paging:
 
     def _check_graphs(self, slots: int, top_k: int) -> None:
         """Refuse CUDA graphs of batches that only the host can page for."""
-        graphs = self._config.compilation_config
-        if self.device.type != "cuda" or graphs.cudagraph_mode == CUDAGraphMode.NONE:
+        if not self.graphs:
             return
-        most, largest = most_tokens(slots, top_k), max(graphs.cudagraph_capture_sizes or [0])
+        sizes = self._config.compilation_config.cudagraph_capture_sizes
+        most, largest = most_tokens(slots, top_k), max(sizes or [0])
         if largest > most:
             sizes = [size for size in graph_sizes(most) if size <= largest]
             raise ConfigError(
@@ -174,6 +182,11 @@ class Paging:
         self.host_trace = StepTrace(sender, len(self.layers))
         if self._ring is not None:
             self._ring.trace = StepTrace(sender, len(self.layers))
+
+
+def is_wanted(config: VllmConfig) -> bool:
+    """Whether the user asked for paging."""
+    return KEY in (config.additional_config or {})
 
 
 def _runners(config: VllmConfig) -> Iterator[MoERunner]:

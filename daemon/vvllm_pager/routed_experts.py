@@ -79,7 +79,7 @@ class PagedExperts(torch.nn.Module):
             from vvllm_pager.device_resolver import DeviceResolver
 
             kernel = put_on_slots(self)
-            self._on_device = DeviceResolver(self, kernel, self.paging.scratch)
+            self._on_device = DeviceResolver(self, kernel, self.paging, self.paging.scratch)
         self._on_host = HostResolver(self, kernel, self.paging)
 
     def warm_up(self) -> None:

@@ -10,7 +10,7 @@ from vvllm_pager.bundle import BundleLayout, Part, rows_as_bytes
 from vvllm_pager.device_table import DeviceTable
 from vvllm_shared.residency.page_table import Ints
 
-TILE_BYTES = 16 << 10
+TILE_BYTES = 32 << 10
 """What one program of *fill* copies at a time."""
 _POISON = 0xFF
 """A byte that makes NaN of bf16, fp16, fp32 and both fp8 formats."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.triton_utils import HAS_TRITON
 
+from vvllm_pager.compiles import report_compiles
 from vvllm_pager.paging import Paging, describe
 from vvllm_pager.routed_experts import PagedExperts
 from vvllm_pager.trace import TraceSender
@@ -35,7 +37,7 @@ class PagerWorker:
         }
 
     def pager_serve(self, traces: str | None, boot_id: str) -> None:
-        """The engine is warm: progress counts from now on, and traces go to this endpoint.
+        """The engine is warm: progress and compiles count from now on, and traces go to this endpoint.
 
         Args:
             traces: ZeroMQ endpoint of the policy process's PULL socket, or None for no traces.
@@ -46,6 +48,11 @@ class PagerWorker:
         if traces is not None and paging.host_trace is None:
             experts = max(layer.experts for layer in paging.layers)
             paging.trace_to(TraceSender(traces, boot_id, experts, paging.board))
+        if paging.device.type == "cuda" and HAS_TRITON:
+            from triton import knobs
+            from triton.runtime import jit
+
+            report_compiles(paging.board, knobs.runtime, jit)
         paging.board.set("phase", Phase.SERVING)
 
     def pager_apply(self, advice: list[dict[str, Any]]) -> int:

@@ -43,7 +43,8 @@ class Phase(IntEnum):
 
 FIELDS = (
     "phase",
-    "progress",  # grows with every layer that is loaded or run: the watchdog's measure
+    "progress",  # grows with every layer that is loaded or run, every compile begun or ended: the watchdog's measure
+    "compiling",  # kernels that Triton compiles right now; a layer that has run clears it
     "bytes_done",
     "bytes_total",
     "layers_done",

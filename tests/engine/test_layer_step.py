@@ -114,6 +114,14 @@ def test_the_counters_count_hits_misses_bytes_and_waves(layer: Layer) -> None:
     assert gained["bytes_paged"] == 9 * layer.paged.layout.bundle_bytes
 
 
+def test_a_layer_that_has_run_compiles_nothing(layer: Layer) -> None:
+    """A compilation that failed told of its beginning alone."""
+    x, weights, ids = batch(layer, 2)
+    layer.paged.paging.board.add("compiling")
+    layer(x, weights, ids)
+    assert layer.counters()["compiling"] == 0
+
+
 def test_advice_changes_who_is_evicted(layer: Layer) -> None:
     from vvllm_pager.worker import PagerWorker
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parity import SHORT, ask
+from parity import SHORT, ask, engine_args
 
 from vvllm_shared.errors import CheckpointError, ConfigError, UnsupportedError, VvllmError
 
@@ -101,6 +101,68 @@ def test_engines_that_this_machine_cannot_hold(
         Paging(config)
     assert sentence in refusal.value.sentence
     assert hint in refusal.value.hint
+
+
+@pytest.fixture(scope="module")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 without experts."""
+    from transformers import Qwen3Config
+
+    from vvllm_msd import demo_model
+
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+    }
+    return demo_model.write(
+        Qwen3Config(**demo_model.COMMON | shape), tmp_path_factory.mktemp("dense") / "qwen3"
+    )
+
+
+def test_a_model_without_experts(dense_model: Path) -> None:
+    """None of its layers is ours, and the setting would do nothing."""
+    with pytest.raises(UnsupportedError, match="Qwen3ForCausalLM has no experts") as refusal:
+        ask(dense_model, "qwen3", [[SHORT]], {"slots": 4})
+    assert "Drop expert_cache" in refusal.value.hint
+
+
+def test_a_model_without_experts_and_without_the_setting(dense_model: Path) -> None:
+    from vllm import LLM
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    from vvllm_msd.verify_engine import set_environment
+
+    set_environment()
+    llm = LLM(model=str(dense_model), **engine_args("qwen3"))
+    assert llm.apply_model(lambda model: type(model.logits_processor) is LogitsProcessor) == [True]
+    assert llm.generate([{"prompt_token_ids": SHORT}], use_tqdm=False)[0].outputs[0].token_ids
+
+
+def test_what_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration decides, whichever is built first; a layer that is paged already overrules it."""
+    from types import SimpleNamespace
+
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.plugins import load_general_plugins
+
+    from vvllm_pager.paging import Paging
+
+    load_general_plugins()
+    config = VllmConfig(additional_config={"expert_cache": {"slots": 4}})
+    config.model_config = SimpleNamespace(is_moe=True, architecture="NewForCausalLM", head_dtype=None)
+    with set_current_vllm_config(config):
+        assert type(LogitsProcessor(8)) is LogitsProcessor
+        config.model_config.is_moe = False
+        with pytest.raises(UnsupportedError, match="NewForCausalLM has no experts"):
+            LogitsProcessor(8)
+        monkeypatch.setattr(Paging, "find", lambda _config: object())
+        assert type(LogitsProcessor(8)) is LogitsProcessor
 
 
 def test_checkpoint_without_one_experts_tensor(zoo_model: Callable[[str], Path], tmp_path: Path) -> None:

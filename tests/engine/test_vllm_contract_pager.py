@@ -57,6 +57,23 @@ def test_replacement_is_by_class_name() -> None:
         assert issubclass(custom_op.op_registry_oot[container.__name__], (PagedExperts, container))
 
 
+def test_whatever_writes_text_has_a_layer_that_can_be_replaced() -> None:
+    """`vvllm_pager.dense_models` looks at the model when this layer is built."""
+    from vllm.config import ModelConfig
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.plugins import load_general_plugins
+
+    from vvllm_pager.dense_models import CheckedLogitsProcessor
+
+    load_general_plugins()
+    assert issubclass(LogitsProcessor, custom_op.PluggableLayer)
+    assert custom_op.op_registry_oot["LogitsProcessor"] is CheckedLogitsProcessor
+    assert "get_current_vllm_config()" in inspect.getsource(LogitsProcessor.__init__)
+    assert isinstance(ModelConfig.is_moe, property)
+    assert isinstance(ModelConfig.architecture, property)
+
+
 def test_routed_experts() -> None:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
@@ -164,3 +181,47 @@ def test_the_configuration_that_is_refused() -> None:
     assert "enable_sleep_mode" in ModelConfig.__dataclass_fields__
     assert isinstance(config.compilation_config.static_forward_context, dict)
     assert config.scheduler_config.max_num_batched_tokens > 0
+
+
+def test_triton_calls_the_hooks_around_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through Triton's own `_do_compile`, with a constant that is not JSON; only the compiler itself is a stand-in."""
+    import os
+
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import make_backend
+    from triton.runtime import jit
+    from vllm.utils import jit_monitor
+
+    from vvllm_pager.compiles import report_compiles
+    from vvllm_shared.board import Board
+
+    for name in ("jit_cache_hook", "jit_post_compile_hook"):
+        monkeypatch.setattr(knobs.runtime, name, None)
+    monkeypatch.setattr(jit, "serialize_specialization_data", jit.serialize_specialization_data)
+    board, fd = Board.create()
+    os.close(fd)
+    report_compiles(board, knobs.runtime, jit)
+    heard: list[str] = []
+    monkeypatch.setattr(jit_monitor, "HAS_TRITON", True)
+    monkeypatch.setattr(jit_monitor, "_log_triton_jit_compile", lambda name, _kernel: heard.append(name))
+    jit_monitor._setup_triton_jit_hook()  # vLLM's, after ours
+
+    during: list[int] = []
+    kernel = jit.JITFunction(_kernel)
+    target = GPUTarget("cuda", 90, 32)
+    backend = make_backend(target)
+    kernel.device_caches[0] = ({}, {}, target, backend, None)
+    kernel.ASTSource = triton.compiler.ASTSource
+    kernel.compile = lambda *_args, **_kwargs: during.append(board.get("compiling"))
+    signature, constants = {"x": "*fp32", "n": "constexpr"}, {(1,): object()}
+    options = backend.parse_options({"enable_fp_fusion": True})
+    kernel._do_compile(("key", ("*fp32", "constexpr")), signature, 0, constants, options, {}, False)
+    assert during == [1]
+    assert heard == ["_kernel"]
+    assert (board.get("compiling"), board.get("progress")) == (0, 2)
+
+
+def _kernel(x: Any, n: Any) -> None:
+    pass

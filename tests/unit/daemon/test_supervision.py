@@ -24,45 +24,57 @@ SERVED = BEFORE + FIRST_STEPS
 
 def test_an_engine_that_stands_still_with_work_is_caught() -> None:
     watchdog = Watchdog(10, BEFORE)
-    assert not watchdog.late(100, progress=5, steps=SERVED, busy=True)
-    assert not watchdog.late(109, progress=5, steps=SERVED, busy=True)
-    assert watchdog.late(110, progress=5, steps=SERVED, busy=True) == 10
+    assert not watchdog.late(100, progress=5, steps=SERVED, busy=True, compiling=False)
+    assert not watchdog.late(109, progress=5, steps=SERVED, busy=True, compiling=False)
+    assert watchdog.late(110, progress=5, steps=SERVED, busy=True, compiling=False) == 10
 
 
 def test_the_first_steps_may_take_longer_and_no_later_one() -> None:
     watchdog = Watchdog(10, BEFORE)
-    assert not watchdog.late(0, progress=5, steps=BEFORE, busy=True)
-    assert not watchdog.late(99, progress=5, steps=BEFORE, busy=True)
-    assert watchdog.late(100, progress=5, steps=BEFORE, busy=True) == 100
-    assert not watchdog.late(200, progress=6, steps=SERVED - 1, busy=True)
-    assert not watchdog.late(299, progress=6, steps=SERVED - 1, busy=True)
-    assert watchdog.late(299, progress=6, steps=SERVED, busy=True) == 10
+    assert not watchdog.late(0, progress=5, steps=BEFORE, busy=True, compiling=False)
+    assert not watchdog.late(99, progress=5, steps=BEFORE, busy=True, compiling=False)
+    assert watchdog.late(100, progress=5, steps=BEFORE, busy=True, compiling=False) == 100
+    assert not watchdog.late(200, progress=6, steps=SERVED - 1, busy=True, compiling=False)
+    assert not watchdog.late(299, progress=6, steps=SERVED - 1, busy=True, compiling=False)
+    assert watchdog.late(299, progress=6, steps=SERVED, busy=True, compiling=False) == 10
+
+
+def test_a_kernel_that_compiles_late_has_the_time_of_an_early_one() -> None:
+    watchdog = Watchdog(10, BEFORE)
+    assert not watchdog.late(0, progress=5, steps=SERVED, busy=True, compiling=False)
+    assert not watchdog.late(9, progress=6, steps=SERVED, busy=True, compiling=True)
+    assert not watchdog.late(108, progress=6, steps=SERVED, busy=True, compiling=True)
+    # The next one has its own time, and so has the step once none compiles.
+    assert not watchdog.late(109, progress=8, steps=SERVED, busy=True, compiling=True)
+    assert watchdog.late(209, progress=8, steps=SERVED, busy=True, compiling=True) == 100
+    assert not watchdog.late(210, progress=9, steps=SERVED, busy=True, compiling=False)
+    assert watchdog.late(220, progress=9, steps=SERVED, busy=True, compiling=False) == 10
 
 
 def test_idle_time_does_not_count() -> None:
     watchdog = Watchdog(10, BEFORE)
-    assert not watchdog.late(0, progress=5, steps=SERVED, busy=False)
-    assert not watchdog.late(1000, progress=5, steps=SERVED, busy=False)
-    assert not watchdog.late(1001, progress=5, steps=SERVED, busy=True)
-    assert watchdog.late(1010, progress=5, steps=SERVED, busy=True)
+    assert not watchdog.late(0, progress=5, steps=SERVED, busy=False, compiling=False)
+    assert not watchdog.late(1000, progress=5, steps=SERVED, busy=False, compiling=False)
+    assert not watchdog.late(1001, progress=5, steps=SERVED, busy=True, compiling=False)
+    assert watchdog.late(1010, progress=5, steps=SERVED, busy=True, compiling=False)
 
 
 @pytest.mark.parametrize("steps", [BEFORE, SERVED])
 def test_a_limit_of_zero_is_never_reached(steps: int) -> None:
     watchdog = Watchdog(0, BEFORE)
-    watchdog.late(0, progress=1, steps=steps, busy=True)
-    assert not watchdog.late(1e9, progress=1, steps=steps, busy=True)
+    watchdog.late(0, progress=1, steps=steps, busy=True, compiling=False)
+    assert not watchdog.late(1e9, progress=1, steps=steps, busy=True, compiling=False)
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 2), st.booleans()), max_size=60))
 def test_it_is_late_exactly_after_busy_time_without_progress(looks: list[tuple[float, int, bool]]) -> None:
     watchdog, now, progress, since = Watchdog(10, BEFORE), 0.0, 0, 0.0
-    watchdog.late(now, progress, SERVED, busy=False)
+    watchdog.late(now, progress, SERVED, busy=False, compiling=False)
     for elapsed, moved, busy in looks:
         now, progress = now + elapsed, progress + moved
         if moved or not busy:
             since = now
-        assert bool(watchdog.late(now, progress, SERVED, busy)) == (now - since >= 10)
+        assert bool(watchdog.late(now, progress, SERVED, busy, compiling=False)) == (now - since >= 10)
 
 
 def counters(**values: int) -> dict[str, int]:
