@@ -126,9 +126,12 @@ class Sampler(threading.Thread):
 
 
 @contextlib.contextmanager
-def daemon(model: Path, runtime: Path, slots: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(
+    model: Path, runtime: Path, slots: int, log: Path, engine: str = ""
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A daemon that serves `model`; `engine` are more lines of the configuration's `[engine]`."""
     config = runtime.with_suffix(".toml")
-    config.write_text(f"[engine]\nkv_cache_memory_bytes = {KV_BYTES}\n")
+    config.write_text(f"[engine]\nkv_cache_memory_bytes = {KV_BYTES}\n{engine}")
     command = [sys.executable, "-m", "vvllm_msd", "serve", "--config", str(config), "--model", str(model)]
     environment = os.environ | {"VVLLM_RUNTIME_DIR": str(runtime)}
     with log.open("wb") as sink:
