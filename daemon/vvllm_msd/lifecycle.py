@@ -272,6 +272,7 @@ def _engine_spec(config: DaemonConfig) -> EngineSpec:
         fingerprint=_fingerprint(model),
         moe_layers=checkpoint.moe_layers,
         options=settings.options,
+        on_gpu=settings.on_gpu,
         user_options=config.engine,
         fit_context=config.server.max_model_len is None,
     )
