@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import multiprocessing
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -97,7 +98,9 @@ class RunningEngine:
         thread = ThreadPoolExecutor(1, "engine")
         try:
             loop = asyncio.get_running_loop()
-            llm, args = await loop.run_in_executor(thread, _construct, spec, board)
+            # In this context, which names the process in each line of the log.
+            run = contextvars.copy_context().run
+            llm, args = await loop.run_in_executor(thread, run, _construct, spec, board)
         except BaseException:
             kill_engine_processes()
             thread.shutdown(wait=False)
