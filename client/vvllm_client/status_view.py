@@ -38,7 +38,9 @@ def _rows(status: Status) -> Iterator[tuple[str, str]]:
     yield "requests", _count(status, "requests")
     if isinstance(cache := status.get("cache"), dict) and cache:
         yield "slots", _slots(cache)
-        yield "cache", _lookups(cache)
+        paged = size(_number(cache, "bytes_paged"))
+        yield "cache", f"{_lookups(_number(cache, 'hits'), _number(cache, 'misses'))} · {paged} paged in"
+        yield from _phases(cache)
         token_waves, pair_waves, steps = (
             _count(cache, name) for name in ("token_waves", "pair_waves", "steps")
         )
@@ -74,10 +76,24 @@ def _slots(cache: Status) -> str:
     return text
 
 
-def _lookups(cache: Status) -> str:
-    hits, misses = _number(cache, "hits"), _number(cache, "misses")
+def _phases(cache: Status) -> Iterator[tuple[str, str]]:
+    """The look-ups of decode and of prefill, each of all layers together."""
+    phases = cache.get("by_layer")
+    for phase in ("decode", "prefill"):
+        layers = phases.get(phase) if isinstance(phases, dict) else None
+        if isinstance(layers, list):
+            hits, misses = (sum(_item(layer, place) for layer in layers) for place in (0, 1))
+            yield phase, _lookups(hits, misses)
+
+
+def _item(layer: object, place: int) -> int:
+    value = layer[place] if isinstance(layer, list) and len(layer) > place else 0
+    return value if isinstance(value, int) else 0
+
+
+def _lookups(hits: int, misses: int) -> str:
     rate = percent(hits / (hits + misses)) if hits + misses else "-"
-    return f"{hits:,} hits, {misses:,} misses ({rate} hits) · {size(_number(cache, 'bytes_paged'))} paged in"
+    return f"{hits:,} hits, {misses:,} misses ({rate} hits)"
 
 
 def _policy(policy: Status) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import multiprocessing
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 import msgspec
 
 from vvllm_msd.checkpoint.experts import layer_of
-from vvllm_msd.engine_arguments import EngineSpec, app_args, split_options
+from vvllm_msd.engine_arguments import EngineSpec, app_args, platform_options, split_options
 from vvllm_shared import PINNED_VLLM, logs
 from vvllm_shared.board import Board
 from vvllm_shared.errors import ConfigError, EngineDiedError, UnsupportedError, VvllmError
@@ -97,7 +98,9 @@ class RunningEngine:
         thread = ThreadPoolExecutor(1, "engine")
         try:
             loop = asyncio.get_running_loop()
-            llm, args = await loop.run_in_executor(thread, _construct, spec, board)
+            # In this context, which names the process in each line of the log.
+            run = contextvars.copy_context().run
+            llm, args = await loop.run_in_executor(thread, run, _construct, spec, board)
         except BaseException:
             kill_engine_processes()
             thread.shutdown(wait=False)
@@ -257,6 +260,7 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
         if spec.fit_context:
             # As if the user had asked vLLM for -1, but never more than our own default (kv_cache_utils.py:2635).
             config.model_config.original_max_model_len = -1
+        _print_platform(spec, config.compilation_config.max_cudagraph_capture_size or 0)
     except VvllmError:
         raise
     except (ValueError, TypeError, KeyError, AssertionError, OSError, RuntimeError) as error:
@@ -268,6 +272,14 @@ def _construct(spec: EngineSpec, board: Board) -> tuple[Any, Namespace]:
         raise board.refusal() or EngineDiedError(
             f"The engine ended while it started: {_reason(error)}", "The lines above say why."
         ) from error
+
+
+def _print_platform(spec: EngineSpec, largest_graph: int) -> None:
+    """The settings that could not be printed before the platform was known."""
+    log = logs.get()
+    for name, value in platform_options(spec).items():
+        log.info("setting", name=name, value=value, source="default")
+    log.info("cuda_graphs", largest_batch_tokens=largest_graph)
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vvllm_msd.device_options import moe_backend, quantization
 from vvllm_shared import PINNED_VLLM
 from vvllm_shared.board import ENV as BOARD_ENV
 from vvllm_shared.errors import ConfigError
@@ -46,6 +47,7 @@ class EngineSpec:
         fingerprint: names the checkpoint for the policy's profiles.
         moe_layers: numbers of the layers that have experts; exactly these must be paged.
         options: the daemon's choices, fields of `AsyncEngineArgs` and of vLLM's front end.
+        on_gpu: more of them where the engine runs on a GPU.
         user_options: the configuration's `[engine]` table, which overrides `options`.
         fit_context: `max_model_len` is a wish, to be shortened to what the KV cache holds.
     """
@@ -56,6 +58,7 @@ class EngineSpec:
     fingerprint: str
     moe_layers: tuple[int, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
+    on_gpu: Mapping[str, Any] = field(default_factory=dict)
     user_options: Mapping[str, Any] = field(default_factory=dict)
     fit_context: bool = False
 
@@ -106,13 +109,12 @@ def split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:
         if name not in engine_names | app_names:
             raise ConfigError(f"vLLM {PINNED_VLLM} has no option {name}.", f"Remove engine.{name}.")
     # vLLM's bar counts files; the daemon shows its own, which counts what the pager has done.
-    given = {"use_tqdm_on_load": False, **spec.options, **spec.user_options}
+    given = {"use_tqdm_on_load": False, **spec.options, **platform_options(spec), **spec.user_options}
     additional = dict(given.pop("additional_config", {}))
     if "expert_cache" in additional:
         raise ConfigError(
             "engine.additional_config has an expert_cache.", "Use cache.slots or cache.cache_gb."
         )
-    _add_cpu_defaults(given)
     engine = {name: value for name, value in given.items() if name in engine_names} | {
         "model": str(spec.model),
         "served_model_name": [spec.name],
@@ -122,13 +124,38 @@ def split_options(spec: EngineSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     return engine, {name: value for name, value in given.items() if name in app_names - engine_names}
 
 
-def _add_cpu_defaults(given: dict[str, Any]) -> None:
-    """Bound the KV cache on the CPU backend, whose own default is 92 % of the machine's memory."""
+def platform_options(spec: EngineSpec) -> dict[str, Any]:
+    """The daemon's choices that rest on vLLM's platform, without those that the user has made.
+
+    Raises:
+        CheckpointError: the checkpoint's quantization cannot be read.
+    """
     from vllm.platforms import current_platform
 
-    sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization")
-    if current_platform.is_cpu() and not any(name in given for name in sizes):
-        given["kv_cache_memory_bytes"] = GIB
+    options: dict[str, Any] = {}
+    if current_platform.is_cpu():
+        # vLLM would compile the model there, for a minute or more at each start.
+        options["enforce_eager"] = True
+        # Its own KV cache is 92 % of the machine's memory.
+        if "gpu_memory_utilization" not in spec.user_options:
+            options["kv_cache_memory_bytes"] = GIB
+    elif current_platform.is_cuda():
+        options |= {**spec.on_gpu, **kernel_options(spec.model)}
+    return {name: value for name, value in options.items() if name not in spec.user_options}
+
+
+def kernel_options(model: Path) -> dict[str, str]:
+    """The option that chooses the experts' kernel for the checkpoint in `model`; on the CPU vLLM has one alone.
+
+    Raises:
+        CheckpointError: the checkpoint's quantization cannot be read.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return {}
+    backend = moe_backend(quantization(model), current_platform.supports_fp8())
+    return {} if backend is None else {"moe_backend": backend}
 
 
 def app_args(options: Mapping[str, Any], config: Any) -> Namespace:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from vvllm_msd.config import DaemonConfig
+from vvllm_msd.device_options import graph_options
 from vvllm_shared.errors import CheckpointError, ConfigError
 from vvllm_shared.limits import GIB
 
 MAX_MODEL_LEN = 32_768
-CAPTURE_SIZES = (1, 2, 4)
-"""Batches to capture as CUDA graphs where `engine.enforce_eager` is false: what a few people decode at once."""
 
 Named = tuple[tuple[str, str], ...]
 """(text, parser): the first parser whose text stands in the model's chat template is taken; "" always does."""
@@ -105,11 +104,13 @@ class EngineSettings:
         options: fields of vLLM's `AsyncEngineArgs` and of its front end; the configuration's `[engine]`
             overrides them.
         expert_cache: the pager's options, {"slots": n} or {"cache_gb": x}.
-        settings: what to print.
+        on_gpu: more of them where the engine runs on a GPU, which is known once vLLM is imported.
+        settings: what to print; not `on_gpu`.
         warnings: sentences for the user.
     """
 
     options: dict[str, Any]
+    on_gpu: dict[str, Any]
     expert_cache: dict[str, int | float]
     settings: tuple[Setting, ...]
     warnings: tuple[str, ...]
@@ -132,18 +133,22 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
         "max_num_seqs": config.server.max_num_seqs,
         "max_model_len": config.server.max_model_len
         or min(MAX_MODEL_LEN, facts.max_model_len or MAX_MODEL_LEN),
-        # The host decides between the layers of a step what is paged, so a step cannot be one CUDA graph.
-        "enforce_eager": True,
     }
-    # Graphs of few sizes instead of vLLM's long list. So far it is for nobody: the pager refuses graphs on a GPU,
-    # and the CPU backend has none.
-    if not config.engine.get("enforce_eager", True):
-        options["cudagraph_capture_sizes"] = list(CAPTURE_SIZES)
     if reasoning := _parser(config.server.reasoning_parser, facts, lambda family: family.reasoning):
         options["reasoning_parser"] = reasoning
     if tools := _parser(config.server.tool_parser, facts, lambda family: family.tools):
         options |= {"tool_call_parser": tools, "enable_auto_tool_choice": True}
-    return EngineSettings(options, cache, _settings(config, options, cache), warnings)
+    graphs = graph_options(config.engine, _sure_slots(cache, facts), facts.top_k, config.server.max_num_seqs)
+    return EngineSettings(options, graphs, cache, _settings(config, options, cache), warnings)
+
+
+def _sure_slots(cache: dict[str, int | float], facts: ModelFacts) -> int:
+    """Slots that the pager will surely make of `cache`: it refuses fewer than top_k."""
+    if "slots" in cache:
+        return int(cache["slots"])
+    # What a slot takes at least is known; how much more a kernel wants (padding, scales) the pager finds out.
+    slots = int(cache["cache_gb"] * GIB) // facts.slot_bytes if facts.slot_bytes else 0
+    return max(facts.top_k, min(slots * 7 // 8, facts.experts))
 
 
 def _expert_cache(config: DaemonConfig, facts: ModelFacts) -> tuple[dict[str, int | float], tuple[str, ...]]:

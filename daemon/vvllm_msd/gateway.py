@@ -51,8 +51,8 @@ class Backend(Protocol):
     def app(self) -> Any | None:
         """The ASGI application of the engine that serves now, or None."""
 
-    def status(self) -> Mapping[str, object]:
-        """`Status.as_json()` of this moment."""
+    def status(self, by_layer: bool = False) -> Mapping[str, object]:
+        """`Status.as_json()` of this moment, on request with the counters of each layer."""
 
 
 class NoSuchRouteError(BadRequestError):
@@ -189,7 +189,7 @@ class Gateway:
         if exchange.path in OWN_ROUTES and exchange.scope["method"] not in ("GET", "HEAD"):
             raise MethodError(f"{exchange.path} can only be read.", "Use GET.")
         if exchange.path == "/vvllm/status":
-            await exchange.respond(200, self._backend.status())
+            await exchange.respond(200, self._backend.status(by_layer=True))
         elif exchange.path == "/vvllm/events":
             await exchange.run(self._show_events, patience=0)
         elif ROUTES.fullmatch(exchange.path):

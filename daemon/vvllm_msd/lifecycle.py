@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from vvllm_msd import demo_model
 from vvllm_msd.checkpoint import validate
@@ -174,8 +174,8 @@ class Daemon:
         engine = self._supervisor.engine
         return engine.app if engine and engine.alive else None
 
-    def status(self) -> Mapping[str, object]:
-        """The state of this moment."""
+    def status(self, by_layer: bool = False) -> Mapping[str, object]:
+        """The state of this moment; `by_layer` adds the counters of each layer, which many events need not carry."""
         supervisor = self._supervisor
         engine, progress = supervisor.engine, supervisor.progress
         error = self._failure or supervisor.last_error
@@ -191,19 +191,21 @@ class Daemon:
             engine_pid=engine.pid if engine else None,
             uptime_s=round(time.monotonic() - self._began, 1),
             requests=self._gateway.in_flight,
-            cache=self._cache_status(engine),
+            cache=self._cache_status(engine, by_layer),
             policy=self._policy.status(),
             versions=_VERSIONS,
             error=error.as_json()["error"] if error else None,
         ).as_json()
 
-    def _cache_status(self, engine: RunningEngine | None) -> CacheStatus:
+    def _cache_status(self, engine: RunningEngine | None, by_layer: bool) -> CacheStatus:
         counters = self._board.read()
-        counted = {name: counters[name] for name in _COUNTERS}
+        counted: dict[str, Any] = {name: counters[name] for name in _COUNTERS}
         if engine is None:
             return CacheStatus(**counted)
-        first = engine.layers[0]
-        return CacheStatus(len(engine.layers), first.experts, first.slots, first.bundle_bytes, **counted)
+        layers, first = len(engine.layers), engine.layers[0]
+        shape = (layers, first.experts, first.slots, first.bundle_bytes)
+        of_each = self._board.layers(layers) if by_layer else None
+        return CacheStatus(*shape, **counted, by_layer=of_each)
 
     # The supervisor's surroundings
 
@@ -272,6 +274,7 @@ def _engine_spec(config: DaemonConfig) -> EngineSpec:
         fingerprint=_fingerprint(model),
         moe_layers=checkpoint.moe_layers,
         options=settings.options,
+        on_gpu=settings.on_gpu,
         user_options=config.engine,
         fit_context=config.server.max_model_len is None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 
@@ -33,6 +34,8 @@ class CacheStatus:
         traces_sent: messages to the policy process about what the router chose.
         traces_dropped: those that it was too slow for.
         advice_applied: layers that took advice; one message may be for all.
+        by_layer: for decode and for prefill the counters of each layer, [hits, misses, bytes_paged, waves]; None
+            leaves it out.
     """
 
     layers: int = 0
@@ -48,6 +51,7 @@ class CacheStatus:
     traces_sent: int = 0
     traces_dropped: int = 0
     advice_applied: int = 0
+    by_layer: Mapping[str, Sequence[Sequence[int]]] | None = None
 
 
 @dataclass(frozen=True)
@@ -103,4 +107,7 @@ class Status:
 
     def as_json(self) -> dict[str, object]:
         """The body of `/vvllm/status`, and of the `status` event that each subscriber gets first."""
-        return asdict(self)
+        shape = asdict(self)
+        if self.cache.by_layer is None:
+            del shape["cache"]["by_layer"]
+        return shape

@@ -2,7 +2,7 @@
 
 References: *stock* has every expert on the device; *offload* is stock with vLLM's own offload of the weights to host
 memory; *self* is the paged engine with other numbers of slots, and with poison in the free ones. Prompts are run one
-at a time, greedy; a batch is submitted whole.
+at a time, greedy; a batch is submitted whole. On a GPU all engines decode in CUDA graphs, as the daemon's do.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -29,15 +29,26 @@ from vvllm_msd.checkpoint.files import read_json
 from vvllm_msd.checkpoint.model_config import find_number, needed_number, text_config
 from vvllm_msd.scratch import scratch_directory
 from vvllm_msd.verify_engine import Answer, Job, Refusal, Result
+from vvllm_msd.verify_report import Comparison, Row, as_json, as_table
 from vvllm_shared import errors
 from vvllm_shared.errors import EngineDiedError, Exit, VvllmError
-from vvllm_shared.messages import LayerShape
+from vvllm_shared.residency import graph_sizes
 
 MAX_TOKENS = 16
-_TOKEN_WAVES_ONLY = 1 << 20
+_TOKEN_WAVES_ONLY = {"pair_waves_above": 1 << 20}
+"""For the CPU; on a GPU large batches run in rounds, which are exact."""
+_MAX_NUM_SEQS = 4
+_GRAPHS = {
+    # Not compiled: what is compared is paging.
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    # As many tokens as any number of slots serves in a graph.
+    "cudagraph_capture_sizes": graph_sizes(_MAX_NUM_SEQS),
+}
 _ANY = 1 << 40
 """Bound on numbers of the config that nothing here is sized by."""
 Cache = Mapping[str, int | float | bool]
+_NOTHING_MORE: Cache = {}
 
 
 @dataclass(frozen=True)
@@ -46,36 +57,6 @@ class Question:
 
     name: str
     prompts: list[list[int]]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt under one engine against the reference."""
-
-    engine: str
-    prompt: str
-    positions: int
-    equal: bool
-    required: bool
-    """Whether a difference is a failure; pair waves on the CPU round partial results to the model's dtype."""
-    largest_difference: float
-    """Of the logprobs of tokens that both give; infinite where one is none, NaN where the tokens differ."""
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What came out, and of what."""
-
-    rows: list[Row]
-    layers: list[LayerShape]
-    """The paged layers, in the size that was asked for."""
-    device: str
-    dtype: str
-
-    @property
-    def equal(self) -> bool:
-        """Whether all is equal that must be."""
-        return all(row.equal for row in self.rows if row.required)
 
 
 def questions(vocabulary: int, long: int) -> list[Question]:
@@ -107,7 +88,7 @@ def main(args: argparse.Namespace) -> int:
             path.mkdir()
             cut_model.cut(model, args.layers, path)
         found = compare(path, model.top_k, size, args.reference, scratch)
-    print(json.dumps(_report(args, found)) if args.json else _table(args, found))
+    print(json.dumps(as_json(args, found)) if args.json else as_table(args, found))
     return Exit.OK if found.equal else Exit.FAILED
 
 
@@ -119,28 +100,29 @@ def compare(model: Path, top_k: int, size: Cache, reference: str, scratch: Path)
     vocabulary = needed_number(path, text, ("vocab_size",), _ANY)
     asked = questions(vocabulary, limit - MAX_TOKENS - 8)
 
-    def ask(cache: Cache | None, **engine: Any) -> Result:
-        return run_engine(_job(model, text, asked, cache, limit, engine), scratch)
+    def ask(cache: Cache | None, on_cpu: Cache = _NOTHING_MORE, offload_gb: float = 0) -> Result:
+        return run_engine(_job(model, text, asked, cache, on_cpu, limit, offload_gb), scratch)
 
-    token_waves = {"pair_waves_above": _TOKEN_WAVES_ONLY}
-    engines: dict[str, tuple[Cache, bool]]
+    poisoned = {**size, "poison": True}
+    engines: dict[str, tuple[Cache, Cache, bool]]
     if reference == "self":
-        truth = ask({**size, **token_waves})
+        truth = ask(size, _TOKEN_WAVES_ONLY)
         engines = {
-            f"paged, {top_k} slots": ({"slots": top_k, **token_waves}, True),
-            "paged, free slots poisoned": ({**size, **token_waves, "poison": True}, True),
+            f"paged, {top_k} slots": ({"slots": top_k}, _TOKEN_WAVES_ONLY, True),
+            "paged, free slots poisoned": (poisoned, _TOKEN_WAVES_ONLY, True),
         }
     else:
-        truth = ask(None, **({"cpu_offload_gb": _gib(model)} if reference == "offload" else {}))
-        exact_pairs = truth.device != "cpu" or truth.dtype == "float32"
-        engines = {
-            "paged, token waves": ({**size, **token_waves, "poison": True}, True),
-            "paged, pair waves": ({**size, "poison": True}, exact_pairs),
-        }
+        truth = ask(None, offload_gb=_gib(model) if reference == "offload" else 0)
+        engines = {"paged": (poisoned, _NOTHING_MORE, True)}
+        if truth.device == "cpu":
+            engines = {
+                "paged, token waves": (poisoned, _TOKEN_WAVES_ONLY, True),
+                "paged, pair waves": (poisoned, _NOTHING_MORE, truth.dtype == "float32"),
+            }
     rows: list[Row] = []
     layers = truth.layers
-    for name, (cache, required) in engines.items():
-        result = ask(cache)
+    for name, (cache, on_cpu, required) in engines.items():
+        result = ask(cache, on_cpu)
         layers = layers or result.layers
         rows += _rows(name, asked, truth.answers, result.answers, required)
     return Comparison(rows, layers, truth.device, truth.dtype)
@@ -205,26 +187,30 @@ def _job(
     text: dict[str, Any],
     asked: list[Question],
     cache: Cache | None,
+    cache_on_cpu: Cache,
     limit: int,
-    engine: dict[str, Any],
+    offload_gb: float,
 ) -> Job:
     arguments: dict[str, Any] = {
-        "enforce_eager": True,
         "max_model_len": limit,
         "max_num_batched_tokens": limit,
-        "max_num_seqs": 4,
+        "max_num_seqs": _MAX_NUM_SEQS,
         "kv_cache_memory_bytes": 256 << 20,
         # Otherwise unused then, but vLLM wants this share of the device free (v1/worker/utils.py:716).
         "gpu_memory_utilization": 0.01,
         "enable_prefix_caching": False,
         "language_model_only": True,
-        **engine,
+        "cpu_offload_gb": offload_gb,
     }
+    on_cpu: dict[str, Any] = {"enforce_eager": True}
     if cache is not None:
         arguments["additional_config"] = {"expert_cache": dict(cache)}
+        on_cpu["additional_config"] = {"expert_cache": {**cache, **cache_on_cpu}}
     # The one block size that vLLM's MLA kernel for the CPU computes.
-    on_cpu = {"block_size": 16} if "kv_lora_rank" in text else {}
-    return Job(str(model), [q.prompts for q in asked], MAX_TOKENS, arguments, on_cpu)
+    if "kv_lora_rank" in text:
+        on_cpu["block_size"] = 16
+    on_cuda = {"compilation_config": _GRAPHS}
+    return Job(str(model), [q.prompts for q in asked], MAX_TOKENS, arguments, on_cpu, on_cuda)
 
 
 def _rows(
@@ -253,56 +239,3 @@ def _difference(one: Answer, other: Answer) -> float:
 
 def _gib(model: Path) -> float:
     return 1 + sum(f.stat().st_size for f in model.glob("*.safetensors")) / 2**30
-
-
-def _report(args: argparse.Namespace, found: Comparison) -> dict[str, Any]:
-    return {
-        "model": args.model,
-        "reference": args.reference,
-        "layers": args.layers,
-        "device": found.device,
-        "dtype": found.dtype,
-        "paged": [
-            {"name": layer.name, "slots": layer.slots, "experts": layer.experts} for layer in found.layers
-        ],
-        "equal": found.equal,
-        "rows": [
-            asdict(row)
-            | {
-                "largest_difference": row.largest_difference
-                if math.isfinite(row.largest_difference)
-                else None
-            }
-            for row in found.rows
-        ],
-    }
-
-
-def _table(args: argparse.Namespace, found: Comparison) -> str:
-    cut = "" if args.layers is None else f", first {args.layers} layers"
-    lines = [
-        f"{args.model}{cut}; reference: {args.reference}, {found.device}, {found.dtype}",
-        f"{len(found.layers)} paged layers, {_range(layer.slots for layer in found.layers)} slots for "
-        f"{_range(layer.experts for layer in found.layers)} experts each",
-        "",
-        f"{'engine':28}{'prompt':16}{'positions':>10}  tokens and logprobs",
-    ]
-    for row in found.rows:
-        lines.append(f"{row.engine:28}{row.prompt:16}{row.positions:>10}  {_verdict(row)}")
-    lines += ["", "EQUAL" if found.equal else "NOT EQUAL: this model is not supported in this configuration."]
-    return "\n".join(lines)
-
-
-def _range(numbers: Iterable[int]) -> str:
-    return " … ".join(map(str, sorted({min(found := list(numbers)), max(found)})))
-
-
-def _verdict(row: Row) -> str:
-    if row.equal:
-        return "equal"
-    verdict = (
-        "tokens differ"
-        if math.isnan(row.largest_difference)
-        else f"differ by up to {row.largest_difference:.2g}"
-    )
-    return verdict if row.required else f"{verdict} (rounding; not required)"

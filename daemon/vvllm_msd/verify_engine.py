@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from vvllm_msd.engine_arguments import WORKER_EXTENSION, set_common_environment
+from vvllm_msd.engine_arguments import WORKER_EXTENSION, kernel_options, set_common_environment
 from vvllm_shared.errors import UnsupportedError, VvllmError
 from vvllm_shared.messages import LayerShape
 from vvllm_shared.processes import die_with_parent
@@ -31,9 +32,11 @@ class Job(msgspec.Struct, frozen=True):
     """Prompts as token ids; the prompts of a batch are submitted together, batches one after the other."""
     max_tokens: int
     engine: dict[str, Any]
-    """Arguments of `vllm.LLM`, `additional_config` included."""
+    """Arguments of `vllm.LLM`, `additional_config` included; the experts' kernel is the daemon's choice."""
     engine_on_cpu: dict[str, Any] = {}
-    """More of them where vLLM's platform is the CPU."""
+    """More of them where vLLM's platform is the CPU; they replace."""
+    engine_on_cuda: dict[str, Any] = {}
+    """The same for a GPU."""
 
     @property
     def paged(self) -> bool:
@@ -93,7 +96,8 @@ def run(job: Job) -> Result:
         )
     from vllm import LLM, SamplingParams
 
-    arguments = job.engine | (job.engine_on_cpu if device == "cpu" else {})
+    arguments = kernel_options(Path(job.model)) | job.engine
+    arguments |= job.engine_on_cpu if device == "cpu" else job.engine_on_cuda
     if job.paged:
         arguments |= {"worker_extension_cls": WORKER_EXTENSION}
     llm = LLM(model=job.model, **arguments)

@@ -44,6 +44,7 @@ class Paging:
         try:
             self.settings = CacheSettings.parse(config.additional_config[KEY])
             _refuse_engine(config)
+            _refuse_idle_options(config)
         except VvllmError as error:
             self.board.refuse(error)
             raise
@@ -198,6 +199,14 @@ def _runners(config: VllmConfig) -> Iterator[MoERunner]:
 def _refuse_engine(config: VllmConfig) -> None:
     for reason, hint in _objections(config):
         raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
+
+
+def _refuse_idle_options(config: VllmConfig) -> None:
+    if config.device_config.device_type == "cuda" and "pair_waves_above" in config.additional_config[KEY]:
+        raise ConfigError(
+            "expert_cache: pair_waves_above has no effect on a GPU, where large batches always run in exact rounds.",
+            "Remove pair_waves_above.",
+        )
 
 
 _MOVES = "and vLLM would move what the pager already holds"

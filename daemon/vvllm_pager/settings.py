@@ -23,7 +23,8 @@ class CacheSettings:
     """GiB of VRAM for experts, all layers together."""
     pair_waves_above: int = 64
     """Batches of more tokens than this, where they need more than the slots, run as pair waves (each expert is
-    loaded once; see `vvllm_shared.residency.waves`), smaller ones as token waves (bit-exact everywhere)."""
+    loaded once; see `vvllm_shared.residency.waves`), smaller ones as token waves (bit-exact). For the CPU: on a GPU,
+    where every batch that is too large runs in exact rounds, whoever gives it is refused."""
     poison: bool = False
     """For verification: free slots hold NaN, so that a read of a slot that was never loaded shows."""
 

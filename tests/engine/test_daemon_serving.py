@@ -50,6 +50,11 @@ def test_status_names_the_paged_layers_and_counts_the_cache(served: DaemonProces
     cache = after["cache"]
     assert (cache["layers"], cache["experts"], cache["slots"]) == (2, 16, 8)
     assert cache["hits"] + cache["misses"] > before["cache"]["hits"] + before["cache"]["misses"]
+    of_each = cache["by_layer"]
+    assert {phase: len(layers) for phase, layers in of_each.items()} == {"decode": 2, "prefill": 2}
+    for place, name in enumerate(("hits", "misses", "bytes_paged")):
+        assert sum(layer[place] for layers in of_each.values() for layer in layers) == cache[name]
+    assert all(sum(layer[:2]) > 0 for layers in of_each.values() for layer in layers)
     assert after["stage"] == "ready"
     assert after["engine_pid"] in served.processes()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 
@@ -26,10 +27,14 @@ def test_every_setting_is_an_option_of_vllms() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import BaseFrontendArgs
 
-    given = [
-        Given("model", "/m", "flag", "--model"),
-        Given("engine.enforce_eager", "false", "flag", "--engine"),
-    ]
+    given = [Given("model", "/m", "flag", "--model")]
     facts = ModelFacts("qwen3_moe", 128, 8, None, "<think> <tool_call>")
     known = {field.name for field in (*fields(AsyncEngineArgs), *fields(BaseFrontendArgs))}
-    assert set(engine_settings(load(given, env={}), facts).options) <= known
+    settings = engine_settings(load(given, env={}), facts)
+    assert {*settings.options, *settings.on_gpu, "enforce_eager", "moe_backend"} <= known
+
+
+def test_every_kernel_is_one_of_vllms() -> None:
+    from vllm.config.kernel import MoEBackend
+
+    assert {"triton", "marlin"} <= set(get_args(MoEBackend))

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +65,15 @@ def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: 
     assert "vllm==0.32.0" in refusal.value.hint
 
 
+def engine_config(**cache: int) -> Any:
+    """vLLM's own configuration of no model in particular."""
+    from vllm.config import VllmConfig
+
+    config = VllmConfig(additional_config={"expert_cache": cache})
+    config.model_config = SimpleNamespace(enable_sleep_mode=False)
+    return config
+
+
 @pytest.mark.parametrize(
     ("part", "option", "value", "sentence", "hint"),
     [
@@ -84,18 +94,22 @@ def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: 
         ("parallel_config", "data_parallel_size", 2, "data_parallel_size is 2", "--data-parallel-size 1"),
         ("offload_config", "offload_backend", "prefetch", "prefetch offloading is on", "--offload-backend"),
         ("parallel_config", "enable_eplb", True, "load balancing is on", "--enable-eplb"),
-        ("", "speculative_config", object(), "speculative decoding is on", "--speculative-config"),
+        (
+            "",
+            "speculative_config",
+            SimpleNamespace(method="mtp"),
+            "speculative decoding by mtp is on",
+            "--speculative-config",
+        ),
     ],
 )
 def test_engines_that_this_machine_cannot_hold(
     part: str, option: str, value: Any, sentence: str, hint: str
 ) -> None:
     """Asked as the layers ask: vLLM's real configuration, the option set after its own checks."""
-    from vllm.config import VllmConfig
-
     from vvllm_pager.paging import Paging
 
-    config = VllmConfig(additional_config={"expert_cache": {"slots": 4}})
+    config = engine_config(slots=4)
     setattr(getattr(config, part) if part else config, option, value)
     with pytest.raises(UnsupportedError) as refusal:
         Paging(config)
@@ -163,6 +177,16 @@ def test_what_a_model_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
             LogitsProcessor(8)
         monkeypatch.setattr(Paging, "find", lambda _config: object())
         assert type(LogitsProcessor(8)) is LogitsProcessor
+
+
+def test_an_option_without_effect_on_a_gpu() -> None:
+    from vvllm_pager.paging import Paging
+
+    config = engine_config(slots=4, pair_waves_above=64)
+    config.device_config.device_type = "cuda"
+    with pytest.raises(ConfigError, match="no effect on a GPU") as refusal:
+        Paging(config)
+    assert refusal.value.hint == "Remove pair_waves_above."
 
 
 def test_checkpoint_without_one_experts_tensor(zoo_model: Callable[[str], Path], tmp_path: Path) -> None:

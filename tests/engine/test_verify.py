@@ -292,11 +292,8 @@ def test_one_position_that_differs_is_a_failure(
     assert "1 paged layers, 8 slots for 16 experts each" in out
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "code"), [("cuda", "bfloat16", 1), ("cpu", "float32", 1), ("cpu", "bfloat16", 0)]
-)
+@pytest.mark.parametrize(("dtype", "code"), [("float32", 1), ("bfloat16", 0)])
 def test_pair_waves_round_only_on_the_cpu(
-    device: str,
     dtype: str,
     code: int,
     zoo_model: Callable[[str], Path],
@@ -304,11 +301,51 @@ def test_pair_waves_round_only_on_the_cpu(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def in_pair_waves(job: Job) -> bool:
-        return "pair_waves_above" not in job.engine["additional_config"]["expert_cache"]
+        return "pair_waves_above" not in job.engine_on_cpu["additional_config"]["expert_cache"]
 
-    recorded(monkeypatch, moved, device, dtype, in_pair_waves)
+    recorded(monkeypatch, moved, "cpu", dtype, in_pair_waves)
     assert verify.main(arguments(zoo_model("qwen3_moe"))) == code
     assert ("rounding; not required" in capsys.readouterr().out) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "reference", "engines"),
+    [
+        ("cpu", "stock", ["paged, token waves", "paged, pair waves"]),
+        ("cuda", "stock", ["paged"]),
+        ("cuda", "offload", ["paged"]),
+        ("cuda", "self", ["paged, 4 slots", "paged, free slots poisoned"]),
+    ],
+)
+def test_the_engines_of_each_device(
+    device: str,
+    reference: str,
+    engines: list[str],
+    zoo_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """All decode in graphs on a GPU, where an engine that is given pair_waves_above is refused."""
+    jobs = recorded(monkeypatch, lambda answer: answer, device)
+    given = arguments(zoo_model("qwen3_moe"))
+    given.reference, given.json = reference, True
+    assert verify.main(given) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert list(dict.fromkeys(row["engine"] for row in rows)) == engines
+    assert [job.paged for job in jobs] == [reference == "self"] + [True] * len(engines)
+    for job in jobs:
+        assert job.engine_on_cuda == {
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4],
+            }
+        }
+        assert job.engine_on_cpu["enforce_eager"] is True
+        assert "enforce_eager" not in job.engine
+        if job.paged:
+            assert "pair_waves_above" not in job.engine["additional_config"]["expert_cache"]
+    assert jobs[-1].engine["additional_config"]["expert_cache"] == {"slots": 8, "poison": True}
 
 
 # What the engines are started with.
@@ -391,4 +428,6 @@ def test_latent_attention_asks_for_its_blocks_on_the_cpu_alone(
 ) -> None:
     jobs = recorded(monkeypatch, moved)
     verify.main(arguments(zoo_model("deepseek_v2")))
-    assert all(job.engine_on_cpu == {"block_size": 16} and "block_size" not in job.engine for job in jobs)
+    for job in jobs:
+        assert job.engine_on_cpu["block_size"] == 16
+        assert "block_size" not in job.engine | job.engine_on_cuda

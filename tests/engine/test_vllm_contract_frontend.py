@@ -24,7 +24,14 @@ def parameters(function: Callable[..., Any]) -> set[str]:
 
 def spec(**user_options: Any) -> engine_arguments.EngineSpec:
     return engine_arguments.EngineSpec(
-        Path("/models/tiny"), "tiny", {"slots": 8}, "f", (0, 1), {"max_num_seqs": 4}, user_options
+        Path("/models/tiny"),
+        "tiny",
+        {"slots": 8},
+        "f",
+        (0, 1),
+        {"max_num_seqs": 4},
+        {"cudagraph_capture_sizes": [1, 2, 4]},
+        user_options,
     )
 
 
@@ -91,6 +98,27 @@ def test_options_are_split_between_engine_and_front_end() -> None:
     assert engine_options["worker_extension_cls"] == engine_arguments.WORKER_EXTENSION
     assert engine_options["additional_config"] == {"expert_cache": {"slots": 8}}
     assert app_options == {"chat_template": "x"}
+
+
+def test_each_platform_gets_what_is_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from vllm import platforms
+
+    assert engine_arguments.platform_options(spec()) == {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 1 << 30,
+    }
+    assert engine_arguments.platform_options(spec(enforce_eager=False, gpu_memory_utilization=0.5)) == {}
+    (tmp_path / "config.json").write_text("{}")
+    on_gpu = dataclasses.replace(spec(), model=tmp_path)
+    gpu = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, supports_fp8=lambda: False)
+    monkeypatch.setattr(platforms, "_current_platform", gpu)
+    sizes = {"cudagraph_capture_sizes": [1, 2, 4]}
+    assert engine_arguments.platform_options(on_gpu) == sizes | {"moe_backend": "triton"}
+    mine = dataclasses.replace(on_gpu, user_options={"moe_backend": "auto"})
+    assert engine_arguments.platform_options(mine) == sizes
+    engine_options, _ = engine_arguments.split_options(mine)
+    assert (engine_options["moe_backend"], engine_options["cudagraph_capture_sizes"]) == ("auto", [1, 2, 4])
+    assert "enforce_eager" not in engine_options
 
 
 def test_the_front_end_s_arguments_are_complete() -> None:

@@ -162,6 +162,79 @@ def test_the_kernel_adapter() -> None:
     assert "self.moe_sum(intermediate_cache3, output" in inspect.getsource(TritonExperts.apply)
 
 
+def test_triton_and_marlin_add_up_by_their_own_method() -> None:
+    """`vvllm_pager.kernel` replaces it, to add once all rounds are there."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    for experts, call in ((TritonExperts, "self.moe_sum("), (MarlinExperts, "moe_sum=self.moe_sum")):
+        assert parameters(experts.moe_sum) == ["self", "input", "output", "topk_ids", "expert_map"]
+        assert call in inspect.getsource(experts.apply)
+        assert "ops.moe_sum(input, output)" in inspect.getsource(experts.moe_sum)
+
+
+def test_marlin_between_its_alignment_and_its_sum() -> None:
+    """What `SlotMarlin.apply` takes the place of, and what it calls instead."""
+    from vllm.model_executor.layers.fused_moe.experts import marlin_moe
+
+    assert parameters(marlin_moe.MarlinExperts.apply) == [
+        *("self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation"),
+        *("global_num_experts", "expert_map", "a1q_scale", "a2_scale", "workspace13", "workspace2"),
+        *("expert_tokens_meta", "apply_router_weight_on_input"),
+    ]
+    assert parameters(marlin_moe._fused_marlin_moe) == [
+        *("hidden_states", "w1", "w2", "bias1", "bias2", "w1_scale", "w2_scale", "topk_weights"),
+        *("num_topk", "quant_type", "apply_router_weight_on_input", "expert_map", "block_size_m"),
+        *("sorted_token_ids", "expert_ids", "num_tokens_post_padded", "activation", "activation_func"),
+        *("topk_ids", "input_global_scale1", "input_global_scale2", "global_scale1", "global_scale2"),
+        *("w1_zeros", "w2_zeros", "workspace", "intermediate_cache13", "intermediate_cache2", "output"),
+        *("input_dtype", "activation_config"),
+    ]
+    assert isinstance(marlin_moe.MarlinExpertsBase.quant_type_id, property)
+    source = inspect.getsource(marlin_moe.MarlinExperts.apply)
+    assert "intermediate_cache13=workspace2" in source
+    assert "intermediate_cache2=workspace13" in source
+    for name in ("w1_bias", "w2_bias", "w1_scale", "w2_scale", "g1_alphas", "g2_alphas", "a1_gscale"):
+        assert f"=self.{name}," in source, name
+    for name in ("a2_gscale", "w1_zp", "w2_zp", "activation", "activation_config", "input_dtype"):
+        assert f"=self.{name}," in source, name
+
+
+def test_the_blocks_of_marlin() -> None:
+    """Their size, as `SlotMarlin.block_size`, and their room, as `Blocks.empty`."""
+    from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
+
+    source = inspect.getsource(fused_marlin_moe)
+    assert "for block_size_m in [8, 16, 32, 48, 64]:\n        if M * topk / E / block_size_m < 0.9:" in source
+    assert "input_dtype.itemsize == 1:\n        block_size_m = max(block_size_m, 16)" in source
+    assert "ignore_invalid_experts=True" in source
+    assert parameters(moe_align_block_size)[:4] == ["topk_ids", "block_size", "num_experts", "expert_map"]
+    assert "ignore_invalid_experts" in parameters(moe_align_block_size)
+    source = "".join(inspect.getsource(moe_align_block_size).split())
+    assert "max_num_tokens_padded=topk_ids.numel()+num_experts*(block_size-1)" in source
+    assert (
+        "iftopk_ids.numel()<num_experts:"
+        "max_num_tokens_padded=min(topk_ids.numel()*block_size,max_num_tokens_padded)" in source
+    )
+    assert "max_num_m_blocks=triton.cdiv(max_num_tokens_padded,block_size)" in source
+
+
+def test_what_a_batch_in_a_graph_is_known_by() -> None:
+    from dataclasses import fields
+
+    from vllm import envs
+    from vllm.config import CompilationConfig, CUDAGraphMode
+    from vllm.forward_context import ForwardContext
+
+    assert {"is_padding", "cudagraph_runtime_mode"} <= {f.name for f in fields(ForwardContext)}
+    assert CUDAGraphMode.FULL.name == "FULL"
+    assert CUDAGraphMode.FULL_DECODE_ONLY.decode_mode() == CUDAGraphMode.FULL
+    assert "VLLM_MOE_SKIP_PADDING" in envs.environment_variables
+    names = {f.name for f in fields(CompilationConfig)}
+    assert {"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size"} <= names
+
+
 def test_the_configuration_that_is_refused() -> None:
     """Each option that `vvllm_pager.paging` looks at is one of vLLM's."""
     from vllm.config import ModelConfig, VllmConfig

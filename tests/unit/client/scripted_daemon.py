@@ -35,6 +35,10 @@ STATUS: dict[str, Any] = {
         "token_waves": 5,
         "pair_waves": 6,
         "steps": 7,
+        "by_layer": {
+            "decode": [[30, 0, 0, 0], [40, 5, 5 << 20, 1]],
+            "prefill": [[30, 5, 5 << 20, 10], [0, 0, 0, 0]],
+        },
     },
     "policy": {
         "state": "live",

@@ -24,6 +24,8 @@ def test_a_ready_daemon(daemon: ScriptedDaemon, run: Run) -> None:
         "requests  3",
         "slots     4 of 8 experts in each of 2 layers · 1.0 MiB each, 8.0 MiB in all",
         "cache     100 hits, 10 misses (90.9% hits) · 10.0 MiB paged in",
+        "decode    70 hits, 5 misses (93.3% hits)",
+        "prefill   30 hits, 5 misses (85.7% hits)",
         "waves     5 token, 6 pair in 7 steps",
         "policy    live · lfru · pid 13 · advised 1,234 times · restarted 2 times",
         "versions  vllm 0.32.0 · vvllm-ms 0.1.0",
@@ -73,7 +75,13 @@ def test_a_failed_daemon_says_why(daemon: ScriptedDaemon, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [{}, {"stage": 3, "cache": {"hits": "x"}, "versions": {}, "uptime_s": None}]
+    "content",
+    [
+        {},
+        {"stage": 3, "cache": {"hits": "x"}, "versions": {}, "uptime_s": None},
+        {"cache": {"by_layer": []}},
+        {"cache": {"by_layer": {"decode": [[1], 2, ["x", None]], "prefill": None}}},
+    ],
 )
 def test_a_status_with_holes_is_shown(daemon: ScriptedDaemon, run: Run, content: Any) -> None:
     daemon.routes["/vvllm/status"] = refusal(content, 200)

@@ -22,8 +22,10 @@ class FakeBackend:
     app: App | None = None
     stage: str = "ready"
 
-    def status(self) -> dict[str, object]:
-        return {"stage": self.stage, "progress": 0.25, "detail": ""}
+    def status(self, by_layer: bool = False) -> dict[str, object]:
+        return {"stage": self.stage, "progress": 0.25, "detail": ""} | (
+            {"by_layer": True} if by_layer else {}
+        )
 
 
 @dataclass

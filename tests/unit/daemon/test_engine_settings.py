@@ -30,8 +30,8 @@ def test_defaults_for_small_cards() -> None:
         "language_model_only": True,
         "max_num_seqs": 4,
         "max_model_len": 32_768,
-        "enforce_eager": True,
     }
+    assert settings.on_gpu == {"cudagraph_capture_sizes": [1, 2, 4]}
     assert settings.expert_cache == {"slots": 24}
     assert settings.warnings == ()
 
@@ -50,7 +50,8 @@ def test_all_is_printed_with_its_source() -> None:
     assert printed["seed"] == (7, "flag")
     assert printed["cache_gb"] == (2.5, "flag")
     assert printed["max_model_len"] == (32_768, "default")
-    assert printed["enforce_eager"] == (True, "default")
+    # Known only with the platform, and printed then.
+    assert not printed.keys() & {"enforce_eager", "cudagraph_capture_sizes", "moe_backend"}
 
 
 def test_an_override_is_printed_once() -> None:
@@ -59,10 +60,24 @@ def test_an_override_is_printed_once() -> None:
     assert printed == [(False, "flag")]
 
 
-def test_capture_sizes_are_given_only_where_graphs_are_on() -> None:
-    assert "cudagraph_capture_sizes" not in engine_settings(config(), FACTS).options
-    options = engine_settings(config(engine__enforce_eager="false"), FACTS).options
-    assert options["cudagraph_capture_sizes"] == [1, 2, 4]
+@pytest.mark.parametrize(
+    ("cache", "slot_bytes", "requests", "largest"),
+    [
+        ({"cache__slots": "24"}, 0, "32", 12),
+        ({"cache__slots": "24"}, GIB, "5", 5),
+        ({"cache__cache_gb": "24"}, GIB, "32", 10),  # 24 slots at most; 21 are sure
+        ({"cache__cache_gb": "9"}, GIB, "32", 4),
+        ({"cache__cache_gb": "500"}, GIB, "99", 64),
+        ({"cache__cache_gb": "24"}, 0, "32", 4),
+        ({"cache__cache_gb": "24"}, 0, "3", 3),
+    ],
+)
+def test_the_largest_graph_is_one_that_the_slots_serve(
+    cache: dict[str, str], slot_bytes: int, requests: str, largest: int
+) -> None:
+    given = config(server__max_num_seqs=requests, **cache)
+    sizes = engine_settings(given, replace(FACTS, slot_bytes=slot_bytes)).on_gpu["cudagraph_capture_sizes"]
+    assert (sizes[:2], sizes[-1]) == ([1, 2], largest)
 
 
 @pytest.mark.parametrize(

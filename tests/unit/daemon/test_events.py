@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from vvllm_msd.events import Event, EventHub
-from vvllm_msd.status import PolicyStatus, Stage, Status
+from vvllm_msd.status import CacheStatus, PolicyStatus, Stage, Status
 
 
 async def take(events: AsyncIterator[Event], count: int) -> list[Event]:
@@ -79,3 +79,10 @@ def test_the_shape_of_a_status() -> None:
             "advice_applied": 0,
         },
     }  # fmt: skip
+
+
+def test_the_counters_of_each_layer_are_shown_where_they_are_asked_for() -> None:
+    of_each = {"decode": [[3, 1, 100, 0]], "prefill": [[0, 0, 0, 0]]}
+    status = Status(Stage.READY, "m", "b", 7, cache=CacheStatus(1, 8, 4, by_layer=of_each))
+    assert status.as_json()["cache"]["by_layer"] == of_each  # type: ignore[index]
+    assert "by_layer" not in Status(Stage.READY, "m", "b", 7).as_json()["cache"]  # type: ignore[operator]

@@ -45,14 +45,14 @@ async def test_everything_else_does_not_exist(serve: Serve, path: str) -> None:
 
 async def test_status_and_events(serve: Serve) -> None:
     async with serve(echo) as served:
-        assert (await served.get("/vvllm/status")).json == served.backend.status()
+        assert (await served.get("/vvllm/status")).json == served.backend.status(by_layer=True)
         reader = await served.connect()
         reader.send(b"GET /vvllm/events HTTP/1.1\r\nhost: x\r\n\r\n")
         status, headers = await reader.head()
         assert (status, headers["content-type"]) == (200, "text/event-stream")
         first = await reader.chunk()
         assert first.startswith(b"event: status\ndata: ")
-        assert json.loads(first.split(b"data: ")[1])["stage"] == "ready"
+        assert json.loads(first.split(b"data: ")[1]) == {"type": "status", **served.backend.status()}
         served.events.publish({"type": "engine", "generation": 2})
         assert await reader.chunk() == b'event: engine\ndata: {"type": "engine", "generation": 2}\n\n'
 

@@ -1,0 +1,107 @@
+"""What an engine on a GPU is given besides: the experts' kernel, and the batches that decode in a CUDA graph.
+
+vLLM's own choices are for engines that hold every expert: it may prefer a kernel that the pager refuses, and it
+captures graphs of more tokens than a paged engine can serve without the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vvllm_msd.checkpoint.files import read_json
+from vvllm_msd.checkpoint.model_config import text_config
+from vvllm_shared.residency import graph_sizes, most_tokens
+
+_SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
+_FOUR_BITS = {"gptq", "auto_gptq", "gptq_marlin", "awq", "auto_awq", "awq_marlin", "mxfp4", "gpt_oss_mxfp4"}
+"""Formats of weights alone. Some have 8 bits too, which Marlin also takes."""
+
+
+def graph_options(
+    engine: Mapping[str, Any], slots: int, top_k: int, max_num_seqs: int
+) -> dict[str, list[int] | bool]:
+    """The engine's options that say which batches decode in a CUDA graph; none where the user has said.
+
+    Args:
+        engine: the user's options of vLLM.
+        slots: experts per layer that are surely on the device.
+        top_k: experts of a token.
+        max_num_seqs: requests that decode together.
+    """
+    own, drafts = engine.get("compilation_config") or {}, _table(engine.get("speculative_config"))
+    if engine.get("enforce_eager") or not isinstance(own, Mapping) or _SIZES & (engine.keys() | own.keys()):
+        return {}
+    # Each request brings its drafts, and a decode graph is for a number of requests (config/compilation.py:1530).
+    tokens = drafts.get("num_speculative_tokens")
+    each = 1 + tokens if isinstance(tokens, int) and tokens > 0 else 1
+    requests = min(most_tokens(slots, top_k) // each, max_num_seqs)
+    if requests == 0:
+        return {"enforce_eager": True}
+    return {"cudagraph_capture_sizes": [each * size for size in graph_sizes(requests)]}
+
+
+def quantization(directory: Path) -> dict[str, Any] | None:
+    """What the checkpoint in `directory` says of its quantization; None where it has none.
+
+    Raises:
+        CheckpointError: a file that says it cannot be read.
+    """
+    whole = read_json(directory / "config.json")
+    for config in (whole, text_config(whole)):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(found := config.get(key), dict):
+                return found
+    modelopt = directory / "hf_quant_config.json"
+    if not modelopt.is_file():
+        return None
+    told = read_json(modelopt).get("quantization")
+    return {"quant_method": "modelopt"} | (told if isinstance(told, dict) else {})
+
+
+def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str | None:
+    """vLLM's name of the kernel for a checkpoint's experts; None where the choice is left to vLLM.
+
+    Of those that the pager takes: Triton computes with what its operands are, Marlin with 16 bits, whatever the
+    weights are.
+
+    Args:
+        quantization: as of `quantization`.
+        fp8_units: the device multiplies FP8.
+    """
+    if quantization is None:
+        return "triton"
+    fp8 = "triton" if fp8_units else "marlin"
+    method = str(quantization.get("quant_method", "")).lower()
+    if method in _FOUR_BITS:
+        return "marlin"
+    if method in ("fp8", "fbgemm_fp8"):
+        return fp8
+    if method.startswith("modelopt"):
+        algorithm = str(quantization.get("quant_algo", "")).upper()
+        return "marlin" if "NVFP4" in algorithm else fp8 if algorithm.startswith("FP8") else None
+    if method == "compressed-tensors":
+        form, groups = quantization.get("format"), _table(quantization.get("config_groups"))
+        choices = {_of_group(_table(group), str(form), fp8) for group in groups.values()}
+        return choices.pop() if len(choices) == 1 else None
+    return None
+
+
+def _of_group(group: Mapping[str, Any], form: str, fp8: str) -> str | None:
+    """`moe_backend` of one group of compressed-tensors."""
+    weights, inputs = _table(group.get("weights")), group.get("input_activations")
+    bits, floats = weights.get("num_bits"), weights.get("type") == "float"
+    if "mxfp8" in str(group.get("format") or form):
+        return None
+    if bits == 4:
+        # Integers with quantized inputs have kernels of their own.
+        return "marlin" if floats or inputs is None else None
+    if bits == 8:
+        return "marlin" if inputs is None else fp8 if floats else "triton"
+    return None
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    """`value` where it is a table; vLLM says what is wrong with others."""
+    return value if isinstance(value, Mapping) else {}
