@@ -23,7 +23,7 @@ from pathlib import Path
 from load_memory import daemon, status, write_checkpoint
 
 from vvllm_client import Client
-from vvllm_client.events import Token, Usage
+from vvllm_client.events import Usage
 from vvllm_client.requests import Sampling
 
 STATES = ("live", "stopped", "absent")
@@ -34,19 +34,17 @@ compilation_config = { mode = 0, cudagraph_mode = "FULL_DECODE_ONLY", cudagraph_
 
 
 def decode_speed(runtime: Path, tokens: int) -> float:
-    """Tokens a second between the first and the last of one answer."""
-    times, count = [], 0
+    """Tokens a second of one answer, its short prompt included (the text of random tokens is mostly empty)."""
+    count, began = 0, time.perf_counter()
     sampling = Sampling(max_tokens=tokens, temperature=0.0)
     with Client(runtime / "http.sock").complete(
         "Calculate 347 * 892 step by step", sampling=sampling
     ) as stream:
         for event in stream:
-            if isinstance(event, Token):
-                times.append(time.perf_counter())
-            elif isinstance(event, Usage):
+            if isinstance(event, Usage):
                 count = event.completion_tokens
     assert count == tokens, f"the answer ended after {count} tokens"
-    return (count - 1) / (times[-1] - times[0])
+    return count / (time.perf_counter() - began)
 
 
 def policy_pid(runtime: Path) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +43,18 @@ def test_resolve_does_what_the_planner_plans(shape, seed, block, masked) -> None
         tokens = int(rng.integers(1, max(4 * slots // top_k, 1) + 1))
         ids, padding = random_step(rng, experts, top_k, min(tokens, 12))
         beside.step(ids, padding if masked else None, block)
+
+
+@pytest.mark.parametrize(
+    ("experts", "slots", "top_k", "tokens"), [(1000, 992, 8, 20), (512, 64, 10, 25), (300, 75, 6, 50)]
+)
+def test_resolve_at_the_sizes_of_large_models(experts: int, slots: int, top_k: int, tokens: int) -> None:
+    """Up to the most slots and to four rounds."""
+    rng = np.random.default_rng(experts)
+    beside = Beside(experts, slots, Weights(), device=DEVICE)
+    for _ in range(3):
+        ids, padding = random_step(rng, experts, top_k, tokens)
+        beside.step(ids, padding, 8)
 
 
 def test_steps_of_host_and_device_may_alternate() -> None:
