@@ -51,9 +51,6 @@ class Paging:
         self.device = torch.device(config.device_config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
-        graphs = config.compilation_config.cudagraph_mode
-        self.graphs = self.device.type == "cuda" and graphs != CUDAGraphMode.NONE
-        """Whether this engine captures CUDA graphs."""
         self.layers: list[PagedExperts] = []
         self.store: HostStore | None = None
         self.scratch: Scratch | None = None
@@ -79,6 +76,13 @@ class Paging:
             if other.routed_experts.paging is not None:
                 return other.routed_experts.paging
         return None
+
+    @property
+    def graphs(self) -> bool:
+        """Whether this engine captures CUDA graphs, as far as vLLM has decided: it may still lower the mode."""
+        config = self._config.compilation_config
+        captures = config.cudagraph_mode != CUDAGraphMode.NONE and bool(config.cudagraph_capture_sizes)
+        return self.device.type == "cuda" and captures
 
     def adopt(self, layer: PagedExperts) -> int:
         """Take in a layer under construction; returns its index.
