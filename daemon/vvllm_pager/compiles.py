@@ -3,7 +3,8 @@
 Triton calls `jit_cache_hook` when it lacks a kernel for a call's types and constants, before it compiles one or
 reads it from its cache on disk, and `jit_post_compile_hook` after (triton/runtime/jit.py, `_do_compile`). Each is a
 single function: whoever comes second calls the first, as vLLM's own monitor of compiles does (utils/jit_monitor.py).
-A compilation that fails, as an autotuner's may, calls no second hook: the next layer that runs clears the count.
+A compilation that fails, as an autotuner's may, calls no second hook: the next host-driven layer clears the
+count.
 """
 
 from __future__ import annotations

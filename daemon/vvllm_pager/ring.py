@@ -9,23 +9,25 @@ an entry are totals since the engine started: a reader that the ring has overtak
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.logger import init_logger
 
 from vvllm_pager.device_table import COUNTS
 from vvllm_pager.trace import StepTrace
 from vvllm_shared.board import PHASES, Board
 from vvllm_shared.residency.page_table import Ints
 
+log = init_logger("vllm.vvllm_pager")
+
 HEADER = 16
 """Words before the ids: layer, tokens, top_k, phase, then in three words of 16 bits each the step and `COUNTS`."""
 ENTRIES = 4096
-"""About 0.4 s of a 48-layer model at 200 tokens a second; the reader comes every few milliseconds."""
+"""About 0.4 s of a 48-layer model at 200 tokens a second; the reader comes twenty times as often."""
 IDS = 512
 """Most ids in an entry; a batch of more is counted and not traced."""
 _LAPS = 32767
@@ -61,7 +63,7 @@ class Ring:
 
 
 class RingThread:
-    """Reads a ring for as long as the process lives, counts on the board, and traces.
+    """Reads a ring until it is told to stop, counts on the board, and traces.
 
     Args:
         ring: of this engine.
@@ -76,16 +78,27 @@ class RingThread:
         self._totals = np.zeros((len(bundle_bytes), len(PHASES), len(COUNTS)), np.int64)
         self.trace: StepTrace | None = None
         """Set once somebody wants traces."""
-        # It holds the ring's memory: the engine's last graph may write there until the process ends.
-        threading.Thread(target=self._run, args=(ring,), name="vvllm-ring", daemon=True).start()
+        self._ring = ring  # the reader's array is a view of its memory
+        self._over = threading.Event()
+        threading.Thread(target=self._run, name="vvllm-ring", daemon=True).start()
 
-    def _run(self, _ring: Ring) -> None:
-        while True:
-            while (entries := self._reader.take()) is not None:
-                self._count(entries)
-                if self.trace is not None:
-                    self._observe(self.trace, entries)
-            time.sleep(_PERIOD)
+    def stop(self) -> None:
+        """The engine is gone, and nothing writes to the ring any more."""
+        self._over.set()
+
+    def _run(self) -> None:
+        failed = False
+        while not self._over.wait(_PERIOD):
+            try:
+                while (entries := self._reader.take()) is not None:
+                    self._count(entries)
+                    if self.trace is not None:
+                        self._observe(self.trace, entries)
+            except Exception:
+                # The counters are the watchdog's measure: one bad look must not end them.
+                if not failed:
+                    log.exception("The ring of device-driven steps could not be read; there may be more")
+                failed = True
 
     def _count(self, entries: Entries) -> None:
         keys = entries.layer, entries.phase

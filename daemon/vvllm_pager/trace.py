@@ -116,11 +116,18 @@ class StepTrace:
         self._sender = sender
         self._layers = layers
         self._ids: list[Ints] = []
+        self._step = -1
 
     def observe(self, step: int, layer: int, ids: Ints) -> None:
-        """Note what one layer's router chose, [tokens, k]; the last layer completes the step."""
+        """Note what one layer's router chose, [tokens, k]; the last layer completes the step.
+
+        Where layers of a step were lost, or are told of out of order, nothing of it is sent.
+        """
         if layer == 0:
-            self._ids = []
+            self._ids, self._step = [], step
+        if layer != len(self._ids) or step != self._step:
+            return
         self._ids.append(ids)
-        if layer == self._layers - 1 and len(self._ids) == self._layers:
+        if len(self._ids) == self._layers:
             self._sender.offer(step, self._ids)
+            self._ids, self._step = [], -1

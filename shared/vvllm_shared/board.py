@@ -1,8 +1,8 @@
 """Counters in shared memory: the pager writes them, the daemon reads them, and no token waits for either.
 
 The daemon makes a memfd and names it to the engine in `$VVLLM_BOARD` (as `/proc/<daemon>/fd/<n>`); the engine's
-worker maps it. One writer per field and 8-byte aligned stores, so a reader sees each counter whole; two counters
-may be one step apart.
+worker maps it. One writing process per field and 8-byte aligned stores, so a reader sees each counter whole; two
+counters may be one step apart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Phase(IntEnum):
 FIELDS = (
     "phase",
     "progress",  # grows with every layer that is loaded or run, every compile begun or ended: the watchdog's measure
-    "compiling",  # kernels that Triton compiles right now; a layer that has run clears it
+    "compiling",  # kernels that Triton compiles right now; a host-driven layer that has run clears it
     "bytes_done",
     "bytes_total",
     "layers_done",
@@ -71,7 +71,7 @@ class Board:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, _BYTES)
         self._words = memoryview(self._map).cast("Q")
-        self._counting = threading.Lock()
+        self._adding = threading.Lock()
 
     @classmethod
     def create(cls) -> tuple[Board, int]:
@@ -99,8 +99,9 @@ class Board:
         self._words[FIELDS.index(field)] = value
 
     def add(self, field: str, value: int = 1) -> None:
-        """Increase one counter. Only its one writer may."""
-        self._words[FIELDS.index(field)] += value
+        """Increase one counter. Threads of a process may meet here, processes may not."""
+        with self._adding:
+            self._words[FIELDS.index(field)] += value
 
     def count(
         self,
@@ -114,7 +115,7 @@ class Board:
         pair_waves: int = 0,
         steps: int = 1,
     ) -> None:
-        """Add what one layer did, to the layer's counters and to those of all; threads of a process may meet here.
+        """Add what one layer did, to the layer's counters and to those of all.
 
         Args:
             layer: its index.
@@ -123,14 +124,15 @@ class Board:
             steps: how many steps of the layer all this was.
         """
         at = _LAYERS_AT // 8 + layer * _LAYER_WORDS + phase * len(LAYER_COUNTS)
-        with self._counting:
+        with self._adding:
             for i, value in enumerate((hits, misses, nbytes, token_waves + pair_waves)):
                 self._words[at + i] += value
-            totals = (("hits", hits), ("misses", misses), ("bytes_paged", nbytes))
-            for field, value in (*totals, ("token_waves", token_waves), ("pair_waves", pair_waves)):
-                self.add(field, value)
-            self.add("progress", steps)
-            self.add("steps", steps if layer == 0 else 0)
+        totals = {"hits": hits, "misses": misses, "bytes_paged": nbytes}
+        waves = {"token_waves": token_waves, "pair_waves": pair_waves}
+        for field, value in (
+            totals | waves | {"steps": steps if layer == 0 else 0, "progress": steps}
+        ).items():
+            self.add(field, value)
 
     def layers(self, count: int) -> dict[str, list[list[int]]]:
         """For each phase the counters of the first `count` layers, in the order of `LAYER_COUNTS`."""
