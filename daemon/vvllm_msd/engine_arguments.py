@@ -141,6 +141,10 @@ def platform_options(spec: EngineSpec) -> dict[str, Any]:
             options["kv_cache_memory_bytes"] = GIB
     elif current_platform.is_cuda():
         options |= {**spec.on_gpu, **kernel_options(spec.model)}
+    # The same choice by another name, which vLLM would overwrite with ours (engine/arg_utils.py:2757).
+    kernels = spec.user_options.get("kernel_config")
+    if isinstance(kernels, Mapping) and "moe_backend" in kernels:
+        options.pop("moe_backend", None)
     return {name: value for name, value in options.items() if name not in spec.user_options}
 
 

@@ -116,6 +116,8 @@ def test_each_platform_gets_what_is_for_it(monkeypatch: pytest.MonkeyPatch, tmp_
     assert engine_arguments.platform_options(on_gpu) == sizes | {"moe_backend": "triton"}
     mine = dataclasses.replace(on_gpu, user_options={"moe_backend": "auto"})
     assert engine_arguments.platform_options(mine) == sizes
+    by_table = dataclasses.replace(on_gpu, user_options={"kernel_config": {"moe_backend": "marlin"}})
+    assert engine_arguments.platform_options(by_table) == sizes
     engine_options, _ = engine_arguments.split_options(mine)
     assert (engine_options["moe_backend"], engine_options["cudagraph_capture_sizes"]) == ("auto", [1, 2, 4])
     assert "enforce_eager" not in engine_options
