@@ -18,9 +18,11 @@ from resolve_driver import Beside, random_step
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.device_kernels import fill
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
-from vvllm_shared.residency import Weights
+from vvllm_shared.residency import Weights, plan_step
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+WARPS = [1] if DEVICE == "cpu" else [1, 8]
+"""As the pager launches it; the interpreter has none."""
 
 
 @st.composite
@@ -31,14 +33,15 @@ def layers(draw: st.DrawFn) -> tuple[int, int, int]:
     return experts, slots, draw(st.integers(1, min(slots, 8)))
 
 
+@pytest.mark.parametrize("warps", WARPS)
 @settings(max_examples=40, deadline=None)
 @given(layers(), st.integers(0, 2**32 - 1), st.sampled_from([0, 8, 16]), st.booleans())
-def test_resolve_does_what_the_planner_plans(shape, seed, block, masked) -> None:
+def test_resolve_does_what_the_planner_plans(warps, shape, seed, block, masked) -> None:
     experts, slots, top_k = shape
     rng = np.random.default_rng(seed)
     weights = Weights() if seed % 2 else Weights(heat=0.5, age=0.25, heat_decay=0.75)
     bias = rng.integers(-8, 8, experts).astype(float).tolist() if seed % 3 else None
-    beside = Beside(experts, slots, weights, bias, DEVICE)
+    beside = Beside(experts, slots, weights, bias, DEVICE, warps)
     for _ in range(5):
         tokens = int(rng.integers(1, max(4 * slots // top_k, 1) + 1))
         ids, padding = random_step(rng, experts, top_k, min(tokens, 12))
@@ -51,7 +54,7 @@ def test_resolve_does_what_the_planner_plans(shape, seed, block, masked) -> None
 def test_resolve_at_the_sizes_of_large_models(experts: int, slots: int, top_k: int, tokens: int) -> None:
     """Up to the most slots and to four rounds."""
     rng = np.random.default_rng(experts)
-    beside = Beside(experts, slots, Weights(), device=DEVICE)
+    beside = Beside(experts, slots, Weights(), device=DEVICE, warps=WARPS[-1])
     for _ in range(3):
         ids, padding = random_step(rng, experts, top_k, tokens)
         beside.step(ids, padding, 8)
@@ -64,16 +67,22 @@ def test_steps_of_host_and_device_may_alternate() -> None:
     for number in range(12):
         ids, padding = random_step(rng, 16, 4, 3)
         beside.step(ids, padding)
-        if number % 3 == 2:  # a host-driven step in between: the planner's table is the truth
-            for name in ("slot_of", "expert_in", "last_used", "heat", "clock"):
-                getattr(beside.table.host, name)[:] = getattr(beside.planned, name)
+        if number % 3 == 2:  # a host-driven step in between, planned on what the device left
+            ids, _ = random_step(rng, 16, 4, 9)
+            beside.read()
+            mine = plan_step(ids, beside.table.host, Weights(), pair_waves_above=0)
+            theirs = plan_step(ids, beside.planned, Weights(), pair_waves_above=0)
             beside.table.write()
+            for one, other in zip(mine.waves, theirs.waves, strict=True):
+                assert one.load_experts.tolist() == other.load_experts.tolist()
+                assert one.load_slots.tolist() == other.load_slots.tolist()
 
 
 def test_a_warm_up_run_loads_and_leaves_no_statistics() -> None:
     beside = Beside(8, 4, Weights(), device=DEVICE)
     slots, *_ = beside.resolve(np.array([[1, 2]], np.int32), None, 0, 1, live=0)
     assert slots.tolist() == [0, 1]
+    beside.read()
     host = beside.table.host
     assert (host.step, host.heat.any(), host.last_used.any()) == (0, False, False)
     assert not beside.table.device["counted"].any()
@@ -85,6 +94,7 @@ def test_rows_of_padding_alone_do_nothing() -> None:
     ids = np.array([[1, 2], [3, 4]], np.int32)
     slots, _, _, filled = beside.resolve(ids, np.ones(2, bool), 0, 1, block=8)
     assert slots.tolist() == [-1] * 4
+    beside.read()
     assert (int(beside.misses), int(filled), beside.table.host.step) == (0, 0, 0)
     assert beside.reader.take() is None
 

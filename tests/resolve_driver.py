@@ -10,9 +10,11 @@ import triton
 
 from vvllm_pager.device_kernels import resolve
 from vvllm_pager.device_table import DeviceTable
+from vvllm_pager.kernel import Blocks
 from vvllm_pager.ring import Ring, RingReader
 from vvllm_shared.residency import PageTable, Weights, plan_step
 
+_GUARD = -7
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -26,9 +28,10 @@ class Beside:
         weights: Weights,
         bias: list[float] | None = None,
         device: str = "cpu",
+        warps: int = 1,
     ) -> None:
         self.experts, self.slots, self.weights = experts, slots, weights
-        self.device = torch.device(device)
+        self.device, self.warps = torch.device(device), warps
         self.table = DeviceTable(experts, slots, self.device)
         self.table.advise(weights, bias)
         self.planned = PageTable.empty(experts, slots)
@@ -49,8 +52,7 @@ class Beside:
         table = self.table.device
         count = ids.size
         out = self.words(count, -7)
-        room = (count + self.experts) * max(block, 1)
-        blocks = self.words(room, -7), self.words(room, -7), self.words(1)
+        blocks, room = self._room(count, block)
         mask = torch.from_numpy(padding).to(self.device).view(torch.uint8) if padding is not None else out
         resolve[(1,)](
             torch.from_numpy(ids.reshape(-1)).to(self.device),
@@ -72,8 +74,23 @@ class Beside:
             BLOCK=block,
             ENTRIES=self.ring.entries,
             RING_IDS=self.ring.ids,
+            num_warps=self.warps,
         )
-        return (out.cpu(), *(b.cpu() for b in blocks))
+        for memory, used in zip(blocks, room, strict=True):
+            assert (memory[used:] == _GUARD).all(), "written past what the kernel has"
+        return (out.cpu(), *(memory[:used].cpu() for memory, used in zip(blocks, room, strict=True)))
+
+    def _room(self, pairs: int, block: int) -> tuple[list[torch.Tensor], list[int]]:
+        """Blocks as large as the pager makes them, each with a guard behind it."""
+        blocks = Blocks.empty(max(block, 1), pairs, self.experts, self.device)
+        room = [len(memory) for memory in (blocks.pairs, blocks.owners, blocks.filled)]
+        return [self.words(size + 64, _GUARD) for size in room], room
+
+    def read(self) -> None:
+        """Bring the device's table to `table.host`."""
+        self.table.read()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def step(self, ids: Ids, padding: np.ndarray | None = None, block: int = 0) -> None:
         """One step on both, with everything that must agree asserted."""
@@ -120,9 +137,7 @@ class Beside:
         assert sorted(p for p in pairs[: at * block] if p < len(ids)) == np.flatnonzero(ids >= 0).tolist()
 
     def _check_table(self) -> None:
-        self.table.read()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
+        self.read()
         mine, theirs = self.table.host, self.planned
         for name in ("slot_of", "expert_in", "last_used", "heat", "clock"):
             assert np.allclose(getattr(mine, name), getattr(theirs, name), rtol=1e-12), name

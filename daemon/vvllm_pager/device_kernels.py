@@ -81,53 +81,19 @@ def resolve(
         order = _order(needed, slot, order_p, round_, E, EP)
         group = (order >= round_ * S) & (order < (round_ + 1) * S)
     if (round_ == 0) & (live != 0):
-        hits = tl.sum((needed & (slot >= 0)).to(tl.int32), 0)
-        misses = tl.sum((needed & (slot < 0)).to(tl.int32), 0)
-        if hits + misses > 0:
-            clock = tl.load(clock_p) + 1.0
-            counted_p += phase * 3
-            all_hits = tl.load(counted_p) + hits
-            all_misses = tl.load(counted_p + 1) + misses
-            all_waves = tl.load(counted_p + 2) + (hits + misses - 1) // S
-            head = tl.load(ring_head_p)
-            # Every warp loads these scalars for itself, and one of them stores the next ones.
-            tl.debug_barrier()
-            tl.store(clock_p, clock)
-            tl.store(counted_p, all_hits)
-            tl.store(counted_p + 1, all_misses)
-            tl.store(counted_p + 2, all_waves)
-            tl.store(ring_head_p, head + 1)
-            # Recency is the step and, within it, the position of the last occurrence.
-            stamp = clock + (i + 1).to(tl.float64) / (N + 1)
-            tl.atomic_max(last_used_p + ids, stamp.to(tl.int64, bitcast=True), mask=used)
-            heat = tl.load(heat_p + e, mask=e < E, other=0.0)
-            tl.store(heat_p + e, heat * tl.load(weights_p + 2) + needed.to(tl.float64), mask=e < E)
-            entry_p = ring_p + (head % ENTRIES) * (16 + RING_IDS)
-            # Every word carries the ring's lap in its upper half: the reader needs no fence to see what is whole.
-            lap = ((head // ENTRIES) % 32767 + 1).to(tl.int32) << 16
-            _record(entry_p, lap, clock, all_hits, all_misses, all_waves, N // top_k, top_k, layer, phase)
-            tl.store(entry_p + 16 + i, lap | (ids & 0xFFFF), mask=(i < N) & (i < RING_IDS))
-
+        # fmt: off
+        _note(ids, used, needed, slot, last_used_p, heat_p, weights_p, clock_p, counted_p + phase * 3, ring_p,
+              ring_head_p, N, top_k, layer, phase, E, S, EP, NP, ENTRIES, RING_IDS)
+        # fmt: on
     lacking = group & (slot < 0)
     count = tl.sum(lacking.to(tl.int32), 0)
     tl.store(misses_p, count)
     if count > 0:
         tl.debug_barrier()
-        _choose(
-            count, group, slot, last_used_p, heat_p, bias_p, weights_p, expert_in_p, victims_p, E, S, EP, SP
-        )
-        tl.debug_barrier()
-        rank = tl.cumsum(lacking.to(tl.int32), 0) - 1
-        given = tl.load(victims_p + rank, mask=lacking, other=0)
-        evicted = tl.load(expert_in_p + given, mask=lacking, other=-1)
-        tl.store(slot_of_p + evicted, -1, mask=lacking & (evicted >= 0))
-        tl.debug_barrier()
-        tl.store(slot_of_p + e, given, mask=lacking)
-        tl.store(expert_in_p + given, e, mask=lacking)
-        tl.store(miss_expert_p + rank, e, mask=lacking)
-        tl.store(miss_slot_p + rank, given, mask=lacking)
-        slot = tl.where(lacking, given, slot)
-        tl.debug_barrier()
+        # fmt: off
+        _choose(count, group, slot, last_used_p, heat_p, bias_p, weights_p, expert_in_p, victims_p, E, S, EP, SP)
+        slot = _place(lacking, slot, slot_of_p, expert_in_p, victims_p, miss_expert_p, miss_slot_p, EP)
+        # fmt: on
         pair_slot = tl.load(slot_of_p + ids, mask=used, other=-1)
 
     if ROUNDS > 1:
@@ -138,6 +104,78 @@ def resolve(
     tl.store(slots_p + i, pair_slot, mask=i < N)
     if BLOCK > 0:
         _align(routed, group, slot, aligned_p, sorted_p, block_slot_p, filled_p, N, E, EP, SP, NP, BLOCK)
+
+
+@triton.jit
+def _note(
+    ids,
+    used,
+    needed,
+    slot,
+    last_used_p,
+    heat_p,
+    weights_p,
+    clock_p,
+    counted_p,
+    ring_p,
+    ring_head_p,
+    N,
+    top_k,
+    layer,
+    phase,
+    E: tl.constexpr,
+    S: tl.constexpr,
+    EP: tl.constexpr,
+    NP: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    RING_IDS: tl.constexpr,
+):
+    """The step's statistics: recency, heat, the clock, the counters, and an entry of the ring. None for nobody."""
+    hits = tl.sum((needed & (slot >= 0)).to(tl.int32), 0)
+    misses = tl.sum((needed & (slot < 0)).to(tl.int32), 0)
+    if hits + misses > 0:
+        i = tl.arange(0, NP)
+        e = tl.arange(0, EP)
+        clock = tl.load(clock_p) + 1.0
+        all_hits = tl.load(counted_p) + hits
+        all_misses = tl.load(counted_p + 1) + misses
+        all_waves = tl.load(counted_p + 2) + (hits + misses - 1) // S
+        head = tl.load(ring_head_p)
+        # Every warp loads these scalars for itself, and one of them stores the next ones.
+        tl.debug_barrier()
+        tl.store(clock_p, clock)
+        tl.store(counted_p, all_hits)
+        tl.store(counted_p + 1, all_misses)
+        tl.store(counted_p + 2, all_waves)
+        tl.store(ring_head_p, head + 1)
+        # Recency is the step and, within it, the position of the last occurrence.
+        stamp = clock + (i + 1).to(tl.float64) / (N + 1)
+        tl.atomic_max(last_used_p + ids, stamp.to(tl.int64, bitcast=True), mask=used)
+        heat = tl.load(heat_p + e, mask=e < E, other=0.0)
+        tl.store(heat_p + e, heat * tl.load(weights_p + 2) + needed.to(tl.float64), mask=e < E)
+        entry_p = ring_p + (head % ENTRIES) * (16 + RING_IDS)
+        # Every word carries the ring's lap in its upper half: the reader needs no fence to see what is whole.
+        lap = ((head // ENTRIES) % 32767 + 1).to(tl.int32) << 16
+        _record(entry_p, lap, clock, all_hits, all_misses, all_waves, N // top_k, top_k, layer, phase)
+        tl.store(entry_p + 16 + i, lap | (ids & 0xFFFF), mask=(i < N) & (i < RING_IDS))
+
+
+@triton.jit
+def _place(lacking, slot, slot_of_p, expert_in_p, victims_p, miss_expert_p, miss_slot_p, EP: tl.constexpr):
+    """Give the lacking experts the chosen slots, in the table and in the list of misses; returns [EP] slots."""
+    e = tl.arange(0, EP)
+    tl.debug_barrier()
+    rank = tl.cumsum(lacking.to(tl.int32), 0) - 1
+    given = tl.load(victims_p + rank, mask=lacking, other=0)
+    evicted = tl.load(expert_in_p + given, mask=lacking, other=-1)
+    tl.store(slot_of_p + evicted, -1, mask=lacking & (evicted >= 0))
+    tl.debug_barrier()
+    tl.store(slot_of_p + e, given, mask=lacking)
+    tl.store(expert_in_p + given, e, mask=lacking)
+    tl.store(miss_expert_p + rank, e, mask=lacking)
+    tl.store(miss_slot_p + rank, given, mask=lacking)
+    tl.debug_barrier()
+    return tl.where(lacking, given, slot)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 
 from vvllm_pager import forward
 from vvllm_pager.device_kernels import fill, resolve
-from vvllm_pager.kernel import Blocks, Compute, Rounds, SlotKernel, one_call, stock_launch
+from vvllm_pager.kernel import Blocks, Compute, Rounds, SlotKernel, aligned, on_slots, one_call, stock_launch
 from vvllm_pager.ring import Ring
 from vvllm_pager.slot_pool import TILE_BYTES
 
@@ -70,24 +70,33 @@ class DeviceResolver:
         count = self._count(topk_ids.numel())
         rounds = Rounds(count) if count > 1 else None
         size = kernel.block_size(tokens, top_k, layer.experts)
+        # Experts with more rows than a block: which row is in which block shows, and is stock's to say.
+        by_expert = aligned(size, topk_ids, layer.experts) if 0 < size < tokens else None
         # Warm-up runs leave no statistics; what a graph captures is replayed for requests.
         live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up(self._paging.graphs)
-        padding, phase = forward.padding_rows(tokens), forward.phase()
+        padding, phase = forward.padding_rows(tokens), forward.phase(self._paging.tokens_each)
         out = x
         with stock_launch(layer, x, top_k):
             for number in range(count):
-                slots, blocks = self._resolve(topk_ids, padding, number, count, size, live, phase)
+                own = 0 if by_expert else size
+                slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase)
+                if by_expert is not None:
+                    blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
                 self._fill()
                 with one_call(kernel, slots, blocks, rounds):
                     out = compute(x, topk_weights, topk_ids if blocks else slots)
         return out
 
     def warm_up(self, top_k: int, most: int) -> None:
-        """Compile the kernels for every size of batch up to `most` tokens, on rows that are nobody's."""
+        """Compile the kernels for every size of batch up to `most` tokens, on rows that are nobody's.
+
+        As most routers call them: with ids of 32 bits and a mask of padding.
+        """
         seen = set()
         for tokens in range(1, most + 1):
             pairs = tokens * top_k
             size = self._kernel.block_size(tokens, top_k, self._layer.experts)
+            size = size if size >= tokens else 0
             variant = (triton.next_power_of_2(pairs), self._count(pairs), size)
             if variant not in seen:
                 seen.add(variant)

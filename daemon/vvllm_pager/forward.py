@@ -30,12 +30,20 @@ def padding_rows(tokens: int) -> torch.Tensor | None:
     return None if mask is None else mask[:tokens]
 
 
-def phase() -> int:
-    """Index into `PHASES`: decode where each request has one token (or its drafts), as under FULL graphs."""
+def phase(each: int) -> int:
+    """Index into `PHASES`: decode where each request has at most `each` tokens (one and its drafts).
+
+    A graph keeps what it was captured as. Those of uniform batches are decode; so counts, too, what runs in vLLM's
+    piecewise graphs, whose small batches may be either.
+    """
     context = get_forward_context()
     if context.cudagraph_runtime_mode == CUDAGraphMode.FULL:
         return PHASES.index("decode")
     metadata = context.attn_metadata
-    first = next(iter(metadata.values()), None) if isinstance(metadata, dict) else metadata
-    longest = getattr(first, "max_query_len", 1)
-    return PHASES.index("decode" if longest == 1 else "prefill")
+    for one in metadata.values() if isinstance(metadata, dict) else [metadata]:
+        # Attention back ends tell one or the other (flash_attn.py has the first, flashinfer.py and Mamba's the second).
+        if (longest := getattr(one, "max_query_len", None)) is not None:
+            return PHASES.index("decode" if longest <= each else "prefill")
+        if (prefills := getattr(one, "num_prefills", None)) is not None:
+            return PHASES.index("prefill" if prefills else "decode")
+    return PHASES.index("decode")

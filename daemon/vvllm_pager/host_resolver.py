@@ -13,12 +13,11 @@ import torch
 
 from vvllm_pager import forward
 from vvllm_pager.kernel import (
-    Blocks,
     Compute,
     Rounds,
     SlotKernel,
-    add_on_cpu,
     aligned,
+    on_slots,
     one_call,
     stock_launch,
 )
@@ -110,24 +109,10 @@ class HostResolver:
                 placed = np.full(ids.numel(), -1, np.int32)
                 placed[wave.pairs] = wave.slot_ids
                 slots = torch.from_numpy(placed.reshape(tokens, top_k)).to(x.device)
-                blocks = self._on_slots(by_expert, ids, slots) if by_expert else None
+                blocks = on_slots(by_expert, ids, slots, layer.experts) if by_expert else None
                 with one_call(kernel, slots, blocks, rounds):
                     out = compute(x, weights, ids if blocks else slots)
         return out
-
-    def _on_slots(self, blocks: Blocks, ids: torch.Tensor, slots: torch.Tensor) -> Blocks:
-        """Blocks by expert as blocks by slot; those of other waves compute on any slot that holds something."""
-        experts = self._layer.experts
-        # -1, nobody's, is written behind the last expert.
-        slot_of = slots.new_full((experts + 1,), -1)
-        slot_of[ids.flatten().long()] = slots.flatten()
-        owners = slot_of[blocks.owners.clamp(0, experts - 1).long()]
-        return Blocks(
-            blocks.size,
-            blocks.pairs,
-            torch.where(owners < 0, slots.max().clamp(min=0), owners),
-            blocks.filled,
-        )
 
     def _token_waves(
         self, plan: Plan, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, compute: Compute
@@ -162,7 +147,7 @@ class HostResolver:
             partials[pairs] = rows
         assert partials is not None  # noqa: S101  # a plan has at least one wave
         # A pair that is nobody's left a row of zeros, and its weight may be anything.
-        return add_on_cpu(partials.view(len(x), top_k, -1), weights.masked_fill(ids < 0, 0.0))
+        return _add_on_cpu(partials.view(len(x), top_k, -1), weights.masked_fill(ids < 0, 0.0))
 
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
         index, paging = self._layer.index, self._paging
@@ -170,7 +155,7 @@ class HostResolver:
         paging.board.set("compiling", 0)  # what this step had to compile is compiled
         paging.board.count(
             index,
-            forward.phase(),
+            forward.phase(paging.tokens_each),
             hits=plan.hits,
             misses=plan.misses,
             nbytes=plan.misses * self._layer.layout.bundle_bytes,
@@ -192,3 +177,21 @@ def _slot_ids(slots: Ints, weights: torch.Tensor, like: torch.Tensor) -> tuple[t
         slots = np.where(invalid, used[0] if len(used) else 0, slots)
         weights = weights.masked_fill(torch.from_numpy(invalid), 0.0)
     return torch.from_numpy(slots).to(like.dtype), weights
+
+
+def _add_on_cpu(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum over k of expert outputs [T, k, H], in the order and precision of vLLM's CPU kernel.
+
+    Args:
+        partials: not yet weighed.
+        weights: fp32 [T, k].
+    """
+    # It adds a token's experts in fp32, one after the other. vLLM's builds for AVX-512 (taken as in
+    # platforms/cpu.py, import_kernels) multiply and add in one rounding, that for AVX2 in two; fp64 holds the
+    # exact product.
+    fused = torch.cpu._is_avx512_supported()
+    total = partials[:, 0].float() * weights[:, :1]
+    for k in range(1, partials.shape[1]):
+        row, weight = partials[:, k].float(), weights[:, k : k + 1]
+        total = (total.double() + row.double() * weight.double()).float() if fused else total + row * weight
+    return total.to(partials.dtype)

@@ -146,7 +146,7 @@ class SlotMarlin(SlotKernel, MarlinExperts):
         expert_tokens_meta: Any,
         apply_router_weight_on_input: bool,
     ) -> None:
-        """`fused_marlin_moe` (marlin_moe.py:218) between the alignment and the sum."""
+        """`fused_marlin_moe` (marlin_moe.py:224) between the alignment and the sum."""
         top_k = topk_ids.shape[1]
         rows = _fused_marlin_moe(
             hidden_states=hidden_states,
@@ -200,10 +200,23 @@ def put_on_slots(layer: PagedExperts) -> SlotKernel:
             f"({', '.join(known.__name__ for known in _ON_SLOTS)}).",
             'Choose one with moe_backend: "triton", or "marlin" for 4 bits.',
         )
+    if layer.slots < layer.experts and _scales_whole_batch(kernel):
+        raise UnsupportedError(
+            f"{layer.layer_name}: {type(kernel).__name__} scales the activations of a batch by the largest of them, so "
+            "experts that are computed in rounds would change each other's results.",
+            'Choose moe_backend "marlin", or a checkpoint with scales per token or block.',
+        )
     # The object stays, with all that vLLM put into it; only what it does between its GEMMs and around them is ours.
     kernel.__class__ = on_slots
     made: SlotKernel = kernel
     return made
+
+
+def _scales_whole_batch(kernel: Any) -> bool:
+    """Whether the second GEMM's input has one dynamic scale for all rows (triton_moe.py, `a2_scale_is_global`)."""
+    dynamic = kernel.quant_dtype is not None and kernel.a2_scale is None and kernel.block_shape is None
+    whole = not kernel.per_act_token_quant or kernel.quantization_emulation
+    return isinstance(kernel, TritonExperts) and dynamic and whole
 
 
 def scales_by_chunk(layer: PagedExperts) -> bool:
@@ -229,12 +242,29 @@ def one_call(
         yield
     finally:
         kernel.rounds = None
+        # What a large batch needed must not stay in VRAM with every layer.
+        vars(kernel).pop("slots", None)
+        vars(kernel).pop("blocks", None)
 
 
 def aligned(size: int, ids: torch.Tensor, experts: int) -> Blocks:
     """The blocks of a batch by expert, as stock aligns it."""
     pairs, owners, filled = moe_align_block_size(ids, size, experts, None, ignore_invalid_experts=True)
     return Blocks(size, pairs, owners, filled)
+
+
+def on_slots(blocks: Blocks, ids: torch.Tensor, slots: torch.Tensor, experts: int) -> Blocks:
+    """Blocks by expert as blocks by slot; those of other rounds compute on any slot that holds something.
+
+    Args:
+        ids: [T, k] the router's. slots: int32 [T, k], -1 where a pair is of another round or nobody's.
+    """
+    # -1, nobody's, is written behind the last expert. An expert may have pairs of padding rows too, without a slot.
+    slot_of = slots.new_full((experts + 1,), -1)
+    slot_of.scatter_reduce_(0, ids.flatten().long() % (experts + 1), slots.flatten(), "amax")
+    owners = slot_of[blocks.owners.clamp(0, experts - 1).long()]
+    loaded = slots.max().clamp(min=0)
+    return Blocks(blocks.size, blocks.pairs, torch.where(owners < 0, loaded, owners), blocks.filled)
 
 
 def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractContextManager[Any]:
@@ -262,21 +292,3 @@ def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractCo
     )
     context: AbstractContextManager[Any] = override_config(config)
     return context
-
-
-def add_on_cpu(partials: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum over k of expert outputs [T, k, H], in the order and precision of vLLM's CPU kernel.
-
-    Args:
-        partials: not yet weighed.
-        weights: fp32 [T, k].
-    """
-    # It adds a token's experts in fp32, one after the other. vLLM's builds for AVX-512 (taken as in
-    # platforms/cpu.py, import_kernels) multiply and add in one rounding, that for AVX2 in two; fp64 holds the
-    # exact product.
-    fused = torch.cpu._is_avx512_supported()
-    total = partials[:, 0].float() * weights[:, :1]
-    for k in range(1, partials.shape[1]):
-        row, weight = partials[:, k].float(), weights[:, k : k + 1]
-        total = (total.double() + row.double() * weight.double()).float() if fused else total + row * weight
-    return total.to(partials.dtype)

@@ -155,14 +155,13 @@ class LayerLoader:
         starts = [*range(0, layer.experts - layer.slots, layer.slots), layer.experts - layer.slots]
         shared: dict[str, torch.Tensor] | None = None
         filled = 0
-        own_scale = False
         for start in starts:
             chunk = range(start, start + layer.slots)
             tensors = self.build(raw, chunk)
             rest = {name: t for name, t in tensors.items() if name not in layer.layout.names}
             shared = {name: t.clone() for name, t in rest.items()} if shared is None else shared
             bundle.check_chunk(layer, chunk, tensors, shared)
-            own_scale = kernel.scales_by_chunk(layer)
+            own_scale = kernel.scales_by_chunk(layer)  # of the kernel that this chunk built
             for part in layer.layout.parts:
                 rows = rows_as_bytes(tensors[part.name])
                 region = records[start : chunk.stop, part.offset : part.offset + part.nbytes]

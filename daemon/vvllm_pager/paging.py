@@ -1,7 +1,8 @@
-"""What the paged layers of one engine share: settings, sizes, the store, the step counter, the counters."""
+"""What the paged layers of one engine share: settings, sizes, the store, scratch on the device, the counters."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,9 @@ class Paging:
         self.device = torch.device(config.device_config.device)
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
+        drafts = config.speculative_config
+        self.tokens_each = 1 + (drafts.num_speculative_tokens if drafts is not None else 0)
+        """Tokens of a request in a decode step, its drafts included."""
         self.layers: list[PagedExperts] = []
         self.store: HostStore | None = None
         self.scratch: Scratch | None = None
@@ -90,7 +94,7 @@ class Paging:
         Raises:
             ConfigError: CUDA graphs of batches that cannot run in one.
         """
-        if self.settings.slots is not None:
+        if self.settings.slots is not None and self.settings.slots >= layer.top_k:
             self._check_graphs(min(self.settings.slots, layer.experts), layer.top_k)
         self.layers.append(layer)
         self.board.set("layers_total", len(self.layers))
@@ -140,7 +144,8 @@ class Paging:
         if self.device.type == "cuda":
             from vvllm_pager.device_resolver import Scratch
 
-            self._check_graphs(min(slots, *(layer.experts for layer in self.layers)), top_k)
+            for layer in self.layers:
+                self._check_graphs(min(slots, layer.experts), layer.top_k)
             self.device_tokens = min(
                 most_tokens(min(slots, layer.experts), layer.top_k) for layer in self.layers
             )
@@ -154,11 +159,10 @@ class Paging:
         sizes = self._config.compilation_config.cudagraph_capture_sizes
         most, largest = most_tokens(slots, top_k), max(sizes or [0])
         if largest > most:
-            sizes = [size for size in graph_sizes(most) if size <= largest]
             raise ConfigError(
                 f"expert_cache: CUDA graphs are to be captured for up to {largest} tokens at a time, and with {slots} "
                 f"slots and {top_k} experts a token at most {most} run in one.",
-                f"Set --compilation-config '{{\"cudagraph_capture_sizes\": {sizes}}}', or --enforce-eager.",
+                f"Set --compilation-config '{{\"cudagraph_capture_sizes\": {graph_sizes(most)}}}', or --enforce-eager.",
             )
 
     def loaded(self) -> None:
@@ -169,6 +173,7 @@ class Paging:
             self._ring = RingThread(
                 self.scratch.ring, [layer.layout.bundle_bytes for layer in self.layers], self.board
             )
+            weakref.finalize(self, self._ring.stop)
         self.board.set("phase", Phase.WARMING)
         for layer in {(layer.experts, layer.slots, layer.top_k): layer for layer in self.layers}.values():
             layer.warm_up()

@@ -256,6 +256,23 @@ def test_the_configuration_that_is_refused() -> None:
     assert config.scheduler_config.max_num_batched_tokens > 0
 
 
+def test_triton_experts_say_how_activations_are_scaled() -> None:
+    """`kernel._scales_whole_batch` is the condition of `TritonExperts.apply`."""
+    import inspect
+
+    from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+    for name in ("quant_dtype", "a2_scale", "block_shape", "per_act_token_quant"):
+        assert isinstance(getattr(TritonExperts, name), property), name
+    assert "self.quantization_emulation = False" in inspect.getsource(TritonExperts.__init__)
+    source = " ".join(inspect.getsource(TritonExperts.apply).split())
+    condition = (
+        "a2_scale_is_global = ( self.quant_dtype is not None and a2_scale is None and self.block_shape is None "
+        "and (not self.per_act_token_quant or self.quantization_emulation) )"
+    )
+    assert condition in source
+
+
 def test_triton_calls_the_hooks_around_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through Triton's own `_do_compile`, with a constant that is not JSON; only the compiler itself is a stand-in."""
     import os

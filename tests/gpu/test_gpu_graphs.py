@@ -109,17 +109,19 @@ def test_drafts_chunks_and_shared_prefixes_equal_stock(
     assert ask(path, "qwen3_moe", batches, {"slots": 12, "poison": True}, **arguments) == reference
 
 
-def test_large_batches_are_paged_by_the_host_and_repeat_themselves(
-    model: Callable[[str, str], Path],
-) -> None:
-    """Batch 8 in two to four rounds under graphs, 24 beyond every graph."""
-    path = model("qwen3_moe", "nvfp4")
+@pytest.mark.parametrize("slots", [8, 16])
+def test_large_batches_equal_stock(slots: int, model: Callable[[str, str], Path]) -> None:
+    """Under graphs up to 4 x slots / top_k, in up to four rounds; beyond by the host. Equal prompts choose equal
+    experts: more rows of one than a block of Marlin's has."""
+    path, most = model("qwen3_moe", "nvfp4"), slots
     arguments = FULL | backend("nvfp4") | {"max_num_seqs": 24}
-    arguments["compilation_config"] = arguments["compilation_config"] | {"cudagraph_capture_sizes": [1, 8]}
+    arguments["compilation_config"] = FULL["compilation_config"] | {
+        "cudagraph_capture_sizes": [size for size in (1, 8, 16) if size <= most]
+    }
     batches = [[prompt(5 + i, i) for i in range(count)] for count in (8, 24, 8)]
+    batches += [[SHORT] * 16, [[*SHORT, 9 + i] for i in range(16)]]
     reference = ask(path, "qwen3_moe", batches, None, **arguments)
-    for _ in range(2):
-        assert ask(path, "qwen3_moe", batches, {"slots": 8, "poison": True}, **arguments) == reference
+    assert ask(path, "qwen3_moe", batches, {"slots": slots, "poison": True}, **arguments) == reference
 
 
 def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, str], Path]) -> None:

@@ -4,8 +4,8 @@ A batch whose distinct experts fit the slots is one wave. Otherwise it is cut:
 
 - *token waves*: consecutive tokens whose union of experts fits. Each token is computed as a whole, so the result
   is bit-identical to one call. An expert may be loaded more than once: right for decode batches.
-- *pair waves*: (token, k) pairs by expert, resident ones first, each expert loaded at most once. The kernel runs
-  with top_k = 1, and the partial results of a token are added at the end: right for prefill.
+- *pair waves*: (token, k) pairs by expert, resident ones first, each expert loaded at most once, and the partial
+  results of a token are added at the end: right for prefill, and on a GPU, where the sum is stock's, for all.
 
 Which of the two is a matter of the batch's size alone, never of what happens to be resident: a result must not
 depend on the cache.
