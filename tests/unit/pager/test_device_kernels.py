@@ -15,13 +15,14 @@ from triton.compiler import ASTSource
 
 from vvllm_pager.device_kernels import fill, resolve
 
-CHECKS = Path(__file__).parents[2] / "kernel_checks.py"
+TESTS = Path(__file__).parents[2]
 
 
-def test_the_kernels_do_what_the_planner_plans() -> None:
+@pytest.mark.parametrize("checks", ["kernel_checks.py", "layer_checks.py"])
+def test_in_tritons_interpreter(checks: str) -> None:
     """In a process of its own: Triton's library is interpreted only where the variable stands before its import."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(CHECKS)],
+        [sys.executable, "-m", "pytest", "-q", str(TESTS / checks)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -1,0 +1,123 @@
+"""Tests of a whole device-driven step with a kernel in plain torch; collected as `kernel_checks.py` is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, set_forward_context
+
+from kernel_checks import DEVICE
+from resolve_driver import random_step
+from vvllm_pager import kernel as kernel_module
+from vvllm_pager.bundle import BundleLayout
+from vvllm_pager.device_resolver import DeviceResolver, Scratch
+from vvllm_pager.host_resolver import HostResolver
+from vvllm_pager.kernel import SlotKernel
+from vvllm_pager.slot_pool import SlotPool
+from vvllm_shared.board import Board
+
+EXPERTS, SLOTS, TOP_K, HIDDEN = 12, 5, 3, 4
+
+
+class Toy(SlotKernel):
+    """An expert multiplies by its number; what no slot holds is NaN, as are the rows of nobody's pairs."""
+
+    def __init__(self, values: torch.Tensor, block: int) -> None:
+        self.values, self.block = values, block
+
+    def block_size(self, tokens: int, top_k: int, experts: int) -> int:
+        return self.block
+
+    def compute(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        pairs = ids.numel()
+        factors = torch.full((pairs + 1,), float("nan"), device=x.device)
+        if self.block:
+            filled = int(self.blocks.filled)
+            for at in range(0, filled, self.block):
+                owner = int(self.blocks.owners[at // self.block])
+                factors[self.blocks.pairs[at : at + self.block].long()] = self.values[owner]
+        else:
+            found = ids.flatten().long()
+            factors[:-1] = torch.where(found >= 0, self.values[found.clamp(min=0)].flatten(), factors[:-1])
+        rows = x[:, None, :] * (weights * factors[:-1].view(weights.shape))[:, :, None]
+        out = torch.empty_like(x)
+        self.moe_sum(rows, out)
+        return out
+
+
+class Step:
+    """One layer with its resolvers on the toy kernel."""
+
+    def __init__(self, block: int) -> None:
+        slots = {"value": torch.full((SLOTS, 1), float("nan"), device=DEVICE)}
+        layout = BundleLayout.of(slots)
+        store = torch.zeros(EXPERTS, layout.record_bytes, dtype=torch.uint8)
+        store[:, :4] = torch.arange(1.0, EXPERTS + 1).view(EXPERTS, 1).view(torch.uint8)
+        store = store.pin_memory() if DEVICE == "cuda" else store
+        self.toy = Toy(slots["value"], block)
+        method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=self.toy))
+        sizes = {"experts": EXPERTS, "slots": SLOTS, "index": 0, "layout": layout}
+        layer: Any = SimpleNamespace(pool=SlotPool(slots, store, layout), quant_method=method, **sizes)
+        paging: Any = SimpleNamespace(graphs=False, tokens_each=1, board=Board.from_env(), host_trace=None)
+        paging.settings = SimpleNamespace(pair_waves_above=0)
+        self.on_device = DeviceResolver(
+            layer, self.toy, paging, Scratch(EXPERTS, SLOTS, torch.device(DEVICE))
+        )
+        self.on_host = HostResolver(layer, self.toy, paging)
+
+    def __call__(
+        self, x: torch.Tensor, weights: torch.Tensor, ids: np.ndarray, padding: np.ndarray, by: str
+    ) -> torch.Tensor:
+        resolver = self.on_device if by == "device" else self.on_host
+        with set_forward_context({}, VllmConfig()):
+            get_forward_context().is_padding = torch.from_numpy(padding).to(DEVICE)
+            arguments = x.to(DEVICE), weights.to(DEVICE), torch.from_numpy(ids).to(DEVICE)
+            return resolver.run(*arguments, self.toy.compute).cpu()
+
+
+@pytest.mark.parametrize("block", [0, 2, 8])
+def test_a_step_computes_each_token_with_its_experts(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one to four rounds, by device and host in turns; blocks of two have experts with more rows than one."""
+    monkeypatch.delenv("VVLLM_BOARD", raising=False)
+    monkeypatch.setattr(kernel_module.ops, "moe_sum", lambda rows, out: out.copy_(rows.sum(1)), raising=False)
+    if DEVICE == "cpu":  # which captures nothing
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    if block:
+        monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
+    rng = np.random.default_rng(block)
+    step = Step(block)
+    for number in range(14):
+        tokens = int(rng.integers(1, 4 * SLOTS // TOP_K + 1))
+        ids, padding = random_step(rng, EXPERTS, TOP_K, tokens)
+        ids[:] = np.where(ids < 0, (ids.max(axis=1, keepdims=True) + 1) % EXPERTS, ids)
+        if number % 3 == 0:
+            ids[:] = ids[0]
+        padding[0] = False
+        x = torch.from_numpy(rng.normal(size=(tokens, HIDDEN))).float()
+        weights = torch.from_numpy(rng.random((tokens, TOP_K))).float()
+        out = step(x, weights, ids, padding, "device" if number % 4 else "host")
+        right = x * (weights * torch.from_numpy(ids + 1.0)).sum(1, keepdim=True).float()
+        assert torch.allclose(out[~padding], right[~padding], rtol=1e-5), number
+
+
+def _align(
+    ids: torch.Tensor, size: int, experts: int, expert_map: None, *, ignore_invalid_experts: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """vLLM's alignment, which only its GPU build has."""
+    assert expert_map is None
+    assert ignore_invalid_experts
+    flat = ids.flatten().tolist()
+    pairs: list[int] = []
+    owners: list[int] = []
+    for expert in range(experts):
+        mine = [i for i, chosen in enumerate(flat) if chosen == expert]
+        blocks = -(-len(mine) // size)
+        pairs += mine + [len(flat)] * (blocks * size - len(mine))
+        owners += [expert] * blocks
+    kind = {"dtype": torch.int32, "device": ids.device}
+    return torch.tensor(pairs, **kind), torch.tensor(owners, **kind), torch.tensor([len(pairs)], **kind)  # type: ignore[arg-type]
