@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-pytest.importorskip("triton")
-if not __import__("torch").cuda.is_available():
+if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
-from kernel_checks import *  # noqa: F403  # the tests themselves
+# The tests themselves.
+from kernel_checks import *  # noqa: F403
+from layer_checks import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
