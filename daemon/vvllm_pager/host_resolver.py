@@ -135,17 +135,21 @@ class HostResolver:
         self, plan: Plan, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, compute: Compute
     ) -> torch.Tensor:
         top_k = ids.shape[1]
+        flat_weights = weights.reshape(-1, 1)
         partials: torch.Tensor | None = None
         for wave in plan.waves:
             self._load(wave)
             pairs = torch.from_numpy(wave.pairs)
             slot_ids = torch.from_numpy(wave.slot_ids.reshape(-1, 1)).to(ids.dtype)
-            # Weighed where they are added.
-            rows = compute(x[pairs // top_k], weights.new_ones(len(pairs), 1), slot_ids)
+            # Weighed where they are added; one expert a token where stock weighs it, which may be the input.
+            pair_weights = flat_weights[pairs] if top_k == 1 else torch.ones_like(flat_weights[pairs])
+            rows = compute(x[pairs // top_k], pair_weights, slot_ids)
             if partials is None:
                 partials = rows.new_zeros(len(x) * top_k, rows.shape[-1])
             partials[pairs] = rows
         assert partials is not None  # noqa: S101  # a plan has at least one wave
+        if top_k == 1:
+            return partials
         # A pair that is nobody's left a row of zeros, and its weight may be anything.
         return _add_on_cpu(partials.view(len(x), top_k, -1), weights.masked_fill(ids < 0, 0.0))
 

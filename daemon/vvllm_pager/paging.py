@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -117,7 +118,8 @@ class Paging:
         if budget is not None:
             per_slot = sum(layout.bundle_bytes for layout in layouts)
             slots = min(int(budget * limits.GIB) // per_slot, experts, limits.SLOTS)
-            least = f"{top_k * per_slot / limits.GIB:.3f} GiB"
+            # Rounded up, so that it is enough.
+            least = f"{math.ceil(top_k * per_slot / limits.GIB * 1000) / 1000:.3f} GiB"
         else:
             least = f"slots = {top_k}"
         assert slots is not None  # noqa: S101  # CacheSettings has exactly one of the two

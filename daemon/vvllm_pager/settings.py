@@ -40,7 +40,7 @@ class CacheSettings:
         known = {f.name for f in fields(cls)}
         for key in given:
             if key not in known:
-                close = get_close_matches(key, known, 1)
+                close = get_close_matches(str(key), known, 1)
                 hint = f'Did you mean "{close[0]}"?' if close else f"Known: {', '.join(sorted(known))}."
                 raise ConfigError(f'expert_cache: unknown option "{key}".', hint)
         settings = cls(**given)
@@ -59,7 +59,8 @@ class CacheSettings:
             "pair_waves_above": (self.pair_waves_above, 0, 1 << 20),
         }
         for name, (value, low, high) in whole.items():
-            if value is not None and (type(value) is not int or not low <= value <= high):
+            absent = value is None and name == "slots"
+            if not absent and (type(value) is not int or not low <= value <= high):
                 raise ConfigError(
                     f"expert_cache: {name} is {value!r}.", f"Give a whole number {low} … {high}."
                 )

@@ -15,6 +15,7 @@ import pytest
 from parity import LONG, MEDIUM, SHORT, ask, largest_difference, prompt
 
 import zoo
+from vvllm_msd import demo_model
 from vvllm_msd.verify_engine import Answer
 
 pytestmark = pytest.mark.engine
@@ -65,6 +66,33 @@ def test_pair_waves_equal_stock_in_fp32(tmp_path: Path) -> None:
     args: dict[str, Any] = {"dtype": "float32"}
     paged = ask(model, "qwen3_moe", [[LONG]], {"slots": 5, "poison": True}, **args)
     assert paged == ask(model, "qwen3_moe", [[LONG]], None, **args)
+
+
+def test_pair_waves_of_one_expert_a_token_equal_stock(tmp_path: Path) -> None:
+    """Llama 4 weighs the input of an expert, not its output; with one expert nothing is added, also in bf16."""
+    from transformers import Llama4TextConfig
+
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "interleave_moe_layer_step": 1,
+        "max_position_embeddings": 4096,
+        "attention_chunk_size": 2048,
+        "use_qk_norm": False,
+        "architectures": ["Llama4ForCausalLM"],
+    }
+    model = demo_model.write(Llama4TextConfig(**demo_model.COMMON | shape), tmp_path / "llama4")
+    reference = ask(model, "llama4", [[LONG], [MEDIUM, SHORT]], None)
+    for above in (0, 64):
+        paged = {"slots": 4, "poison": True, "pair_waves_above": above}
+        assert ask(model, "llama4", [[LONG], [MEDIUM, SHORT]], paged) == reference
 
 
 def test_pair_waves_in_bf16_repeat_themselves_whatever_is_resident(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.engine
         ({"slot": 4}, 'unknown option "slot"', 'Did you mean "slots"?'),
         ({"slots": "4"}, "slots is '4'", "whole number"),
         ({"slots": True}, "slots is True", "whole number"),
+        ({"slots": 8, "pair_waves_above": None}, "pair_waves_above is None", "whole number"),
+        ({1: 2}, 'unknown option "1"', "Known: cache_gb"),
         (32, "expert_cache is 32", "dictionary"),
         ({"slots": 993}, "slots is 993", "1 … 992"),
         ({"cache_gb": -1.0}, "cache_gb is -1.0", "GiB"),
@@ -33,11 +36,19 @@ pytestmark = pytest.mark.engine
         ({"cache_gb": 1e-5}, "0 slots a layer, but one token needs 4", "GiB"),
     ],
 )
-def test_sizes(cache: dict[str, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]) -> None:
+def test_sizes(cache: dict[Any, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as refusal:
         ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], cache)
     assert sentence in refusal.value.sentence
     assert hint in refusal.value.hint
+
+
+def test_the_least_size_that_a_refusal_names_is_enough(zoo_model: Callable[[str], Path]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"cache_gb": 1e-5})
+    least = re.search(r"at least ([\d.]+) GiB", refusal.value.hint)
+    assert least is not None
+    ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"cache_gb": float(least[1])})
 
 
 @pytest.mark.parametrize(
