@@ -117,7 +117,7 @@ def compare(model: Path, top_k: int, size: Cache, reference: str, scratch: Path)
         if truth.device == "cpu":
             engines = {
                 "paged, token waves": (poisoned, _TOKEN_WAVES_ONLY, True),
-                "paged, pair waves": (poisoned, _NOTHING_MORE, truth.dtype == "float32"),
+                "paged, pair waves": (poisoned, _NOTHING_MORE, truth.dtype == "float32" or top_k == 1),
             }
     rows: list[Row] = []
     layers = truth.layers

@@ -296,6 +296,7 @@ def test_one_position_that_differs_is_a_failure(
 def test_pair_waves_round_only_on_the_cpu(
     dtype: str,
     code: int,
+    tmp_path: Path,
     zoo_model: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -304,6 +305,8 @@ def test_pair_waves_round_only_on_the_cpu(
         return "pair_waves_above" not in job.engine_on_cpu["additional_config"]["expert_cache"]
 
     recorded(monkeypatch, moved, "cpu", dtype, in_pair_waves)
+    # One expert a token leaves nothing to add, and nothing to round.
+    assert not verify.compare(zoo_model("qwen3_moe"), 1, {"slots": 8}, "stock", tmp_path).equal
     assert verify.main(arguments(zoo_model("qwen3_moe"))) == code
     assert ("rounding; not required" in capsys.readouterr().out) == (code == 0)
 
