@@ -1,4 +1,4 @@
-"""On a real GPU: Triton's kernels, pinned memory, copies in stream order. Eager, since paging is host-driven."""
+"""On a real GPU without graphs: small batches are paged by the device, large ones by the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCHES = [[SHORT], [MEDIUM], [LONG], [prompt(4 + 3 * i, 10 + i) for i in range(
     ["qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "deepseek_v2", "qwen3_next"],
 )
 def test_tokens_and_logprobs_equal_stock(family: str, zoo_model: Callable[[str], Path]) -> None:
-    """Decode, token waves and pair waves: on the GPU the partial results are rows that stock has too."""
+    """Decode and prefill in rounds: on a GPU the partial results are rows that stock has too."""
     model = zoo_model(family)
     reference = ask(model, family, BATCHES, None)
     for slots in (4, 8):
