@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from qwen3_30b_a3b import SHAPE
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -18,23 +19,6 @@ from vllm.model_executor.model_loader.weight_utils import initialize_single_dumm
 
 LOAD_FORMAT = "one_random_expert"
 FORMATS = ("bf16", "nvfp4")
-
-# Qwen/Qwen3-30B-A3B, config.json
-SHAPE: dict[str, Any] = {
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "tie_word_embeddings": False,
-    "norm_topk_prob": True,
-}
 
 _NVFP4 = {
     "num_bits": 4,
