@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from resolve_driver import Beside, random_step
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.device_kernels import fill
+from vvllm_pager.device_resolver import starts_early
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
 from vvllm_shared.residency import Weights, plan_step
 
@@ -136,6 +137,7 @@ def test_fill_copies_bundles_of_any_bytes() -> None:
     pool = SlotPool(slots, store, layout)
     assert {int(wide) for wide in pool.tiles[:, 4]} == {0, 1}
     arguments = [torch.tensor(n, dtype=torch.int32, device=DEVICE) for n in ([2, 0], [1, 0], [2])]
+    early = starts_early(torch.device(DEVICE))
     fill[(3,)](
         pool.store_words,
         pool.store_words.shape[1],
@@ -143,6 +145,8 @@ def test_fill_copies_bundles_of_any_bytes() -> None:
         len(pool.tiles),
         *arguments,
         TILE=TILE_BYTES // 8,
+        EARLY=early,
+        launch_pdl=early,
     )
     for part in layout.parts:
         rows = slots[part.name].view(2, -1).view(torch.uint8)

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from vvllm_pager.device_kernels import resolve
+from vvllm_pager.device_resolver import starts_early
 from vvllm_pager.device_table import DeviceTable
 from vvllm_pager.kernel import Blocks
 from vvllm_pager.ring import Ring, RingReader
@@ -32,6 +33,7 @@ class Beside:
     ) -> None:
         self.experts, self.slots, self.weights = experts, slots, weights
         self.device, self.warps = torch.device(device), warps
+        self.early = starts_early(self.device)
         self.table = DeviceTable(experts, slots, self.device)
         self.table.advise(weights, bias)
         self.planned = PageTable.empty(experts, slots)
@@ -74,6 +76,8 @@ class Beside:
             BLOCK=block,
             ENTRIES=self.ring.entries,
             RING_IDS=self.ring.ids,
+            EARLY=self.early,
+            launch_pdl=self.early,
             num_warps=self.warps,
         )
         for memory, used in zip(blocks, room, strict=True):

@@ -57,12 +57,18 @@ def resolve(
     BLOCK: tl.constexpr,
     ENTRIES: tl.constexpr,
     RING_IDS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Make the experts of round `round_` resident in the table; one program.
 
     EP, SP and NP are E, S and N rounded up to powers of two. ROUNDS is how many rounds the batch may need; the
     experts that are resident come in the first. `live` is 0 in vLLM's own warm-up runs, which leave no statistics.
+    EARLY: the launch is a programmatic dependent one, here and in *fill*: each starts while the kernel before it ends,
+    and waits here until that has ended and its writes can be seen.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i = tl.arange(0, NP)
     e = tl.arange(0, EP)
     routed = tl.load(ids_p + i, mask=i < N, other=-1).to(tl.int32)
@@ -295,6 +301,7 @@ def fill(
     miss_slot_p,
     misses_p,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Copy the bundles of this round's misses from pinned host memory into their slots.
 
@@ -303,6 +310,8 @@ def fill(
         tiles_p: int64 [tiles, 5], a piece of a record each: address of slot 0's row, bytes from one slot's row to the
             next, offset in the record, bytes (at most 8 TILE), and whether all of these are multiples of 16.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     count = tl.load(misses_p)
     w = tl.arange(0, TILE)
     for work in range(tl.program_id(0), count * tiles, tl.num_programs(0)):

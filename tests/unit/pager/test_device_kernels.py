@@ -59,15 +59,22 @@ def test_the_kernels_compile_for_the_cards_that_people_have(
         "MASKED": True,
         "ENTRIES": 4096,
         "RING_IDS": 512,
+        "EARLY": capability >= 90,
     }
     for variant in ({"ROUNDS": 1, "BLOCK": 0}, {"ROUNDS": 4, "BLOCK": 8}):
         constants = sizes | variant
         kinds = {name: (POINTERS | NUMBERS).get(name, WORDS) for name in resolve.arg_names}
         _compile(resolve, kinds, constants, target)
     kinds = dict.fromkeys(fill.arg_names, WORDS) | {"store_p": LONGS, "tiles_p": LONGS}
-    assembly = _compile(fill, kinds | {"record_words": "i32", "tiles": "i32"}, {"TILE": 4096}, target)
+    assembly = _compile(
+        fill,
+        kinds | {"record_words": "i32", "tiles": "i32"},
+        {"TILE": 4096, "EARLY": capability >= 90},
+        target,
+    )
     assert "ld.global.v2.b64" in assembly
     assert "st.global.v2.b64" in assembly
+    assert ("griddepcontrol.wait" in assembly) == (capability >= 90)
 
 
 def _compile(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], target: GPUTarget) -> str:
