@@ -4,31 +4,32 @@
 
 Batches up to 4 x slots / top_k run in captured CUDA graphs, larger ones are paged by the host. Weights are random and
 vLLM's own router chooses, which spreads a batch over nearly all experts: the worst that a cache can meet. Each engine
-has a process of its own; a speed is that of 32 to 96 new tokens of each request.
+has a process of its own; a speed is that of 16 to 48 new tokens of each request.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-SHORT, LONG = 32, 96
+import engine_process
+from qwen3_30b_a3b import SHAPE
+
+SHORT, LONG = 16, 48
 
 
-def measure(args: argparse.Namespace) -> dict[int, float]:
-    """Tokens a second by batch, of one engine in this process."""
+def measure(args: argparse.Namespace, slots: int | None, scratch: str) -> None:
+    """Write the tokens a second by batch, of one engine in this process, to speeds.json in `scratch`."""
     import decode_engine
     import decode_model
 
     from vvllm_shared.residency import graph_sizes, most_tokens
 
-    decode_model.main(args.model, args.format, str(args.layers))
-    slots = args.slots if args.engine == "paged" else None
-    job = decode_engine.Job(args.model, "", (args.layers, 0, max(args.batches), 8), [], 0, 0, slots, False)
+    shape = SHAPE | {"num_hidden_layers": args.layers}
+    decode_model.write_config(Path(scratch), args.format, shape)
+    job = decode_engine.Job(scratch, "", (args.layers, 0, max(args.batches), 8), [], 0, 0, slots, False)
     graphs = {
         "mode": 0,
         "cudagraph_mode": "FULL_DECODE_ONLY",
@@ -40,7 +41,7 @@ def measure(args: argparse.Namespace) -> dict[int, float]:
         decode_engine.generate(llm, batch, SHORT)
         times = [decode_engine.generate(llm, batch, tokens) for tokens in (SHORT, LONG)]
         speeds[batch] = batch * (LONG - SHORT) / (times[1] - times[0])
-    return speeds
+    Path(scratch, "speeds.json").write_text(json.dumps(speeds))
 
 
 def main() -> None:
@@ -49,23 +50,14 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--slots", type=int, default=32)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--engine", choices=["paged", "stock"], help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.engine:
-        from vvllm_msd.verify_engine import set_environment
-
-        set_environment()
-        Path(args.model, "speeds.json").write_text(json.dumps(measure(args)))
-        return
-    found = {}
-    for engine in ("stock", "paged"):
+    found = []
+    for slots in (None, args.slots):
         with tempfile.TemporaryDirectory() as scratch:
-            extra = ["--engine", engine, "--model", scratch]
-            subprocess.run([sys.executable, __file__, *sys.argv[1:], *extra], check=True)
-            found[engine] = json.loads(Path(scratch, "speeds.json").read_text())
+            engine_process.run(measure, args, slots, scratch)
+            found.append(json.loads(Path(scratch, "speeds.json").read_text()))
     for batch in map(str, args.batches):
-        stock, paged = found["stock"][batch], found["paged"][batch]
+        stock, paged = (speeds[batch] for speeds in found)
         print(
             f"batch {batch:>3}: stock {stock:8.1f} tok/s, paged {paged:8.1f} tok/s, ratio {paged / stock:.3f}"
         )

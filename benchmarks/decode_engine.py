@@ -1,24 +1,15 @@
-"""One engine of `decode_speed`, in a process of its own: start it, play each trace, time its captured decode graph.
-
-    python benchmarks/decode_engine.py JOB.json PARENT_PID
-
-reads a `Job` and writes its `Measured` to the path that the job names.
-"""
+"""One engine of `decode_speed`, in a process of its own: start it, play each trace, time its captured decode graph."""
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from vvllm_shared.processes import die_with_parent
 
 GIB = 2**30
 _PROMPT = 8
@@ -83,7 +74,9 @@ def run(job: Job) -> Measured:
     import torch
     from decode_graph import find_graph
     from decode_link import link_speeds
-    from decode_router import TracePlayer, install
+    from decode_router import STRATEGY, TracePlayer, install
+
+    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = STRATEGY
 
     link = link_speeds() if job.slots is not None else {}
     free_before = torch.cuda.mem_get_info()[0]
@@ -221,19 +214,3 @@ def _kernel_name(runner: Any) -> str:
     methods = (getattr(m, "quant_method", None) for m in runner.get_model().modules())
     kernels = {type(k.fused_experts).__name__ for m in methods if (k := getattr(m, "moe_kernel", None))}
     return "/".join(sorted(kernels))
-
-
-def main() -> None:
-    path, parent = sys.argv[1:]
-    die_with_parent(int(parent))
-    from vvllm_msd.verify_engine import set_environment
-
-    set_environment()
-    os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = "vvllm_trace"  # decode_router.STRATEGY
-    raw = json.loads(Path(path).read_text())
-    job = Job(**raw | {"shape": tuple(raw["shape"])})
-    Path(job.result).write_text(json.dumps(asdict(run(job))))
-
-
-if __name__ == "__main__":
-    main()

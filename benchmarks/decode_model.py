@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from qwen3_30b_a3b import SHAPE
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -94,8 +93,3 @@ def _one_expert(name: str, tensor: torch.Tensor) -> torch.Tensor:
     else:
         value = torch.empty(like.shape).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, generator=generator)
     return value.to(like.dtype).to(tensor.device)
-
-
-def main(directory: str, form: str, layers: str) -> None:
-    """Write the config of a model cut to its first `layers`."""
-    write_config(Path(directory), form, SHAPE | {"num_hidden_layers": int(layers)})

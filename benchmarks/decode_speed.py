@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
@@ -29,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import decode_trace
+import engine_process
 import numpy as np
 from decode_engine import GENERATED, REPEATS, Job
+from qwen3_30b_a3b import SHAPE
 
-HERE = Path(__file__).parent
 MIB = 2**20
 FORMATS = ("bf16", "nvfp4")
 EXPERTS, TOP_K, LAYERS = 128, 8, 48
@@ -118,8 +117,7 @@ def _write_model(scratch: Path, form: str, layers: int) -> Path:
     """The model's directory, written by a child: this process imports neither vLLM nor torch."""
     model = scratch / form
     model.mkdir()
-    code = "import sys, decode_model; decode_model.main(*sys.argv[1:])"
-    _child([sys.executable, "-c", code, str(model), form, str(layers)])
+    engine_process.run(_write_config, str(model), form, layers)
     return model
 
 
@@ -142,19 +140,22 @@ def _run(
         slots=slots,
         profile=args.profile,
     )
-    path = scratch / f"{model.name}-{name}.json"
-    path.write_text(json.dumps(asdict(job)))
     print(f"{model.name}: starting the {name} engine", flush=True)
-    _child([sys.executable, str(HERE / "decode_engine.py"), str(path), str(os.getpid())])
+    engine_process.run(_measure, job)
     measured: dict[str, Any] = json.loads(Path(job.result).read_text())
     return measured
 
 
-def _child(command: list[str]) -> None:
-    # Its standard output is vLLM's.
-    code = subprocess.run(command, stdout=sys.stderr, cwd=HERE, check=False).returncode
-    if code != 0:
-        sys.exit(f"{' '.join(command[:3])} … ended with code {code}")
+def _write_config(directory: str, form: str, layers: int) -> None:
+    import decode_model
+
+    decode_model.write_config(Path(directory), form, SHAPE | {"num_hidden_layers": layers})
+
+
+def _measure(job: Job) -> None:
+    import decode_engine
+
+    Path(job.result).write_text(json.dumps(asdict(decode_engine.run(job))))
 
 
 def _row(

@@ -1,10 +1,11 @@
 """What the policy process costs while the engine decodes: nothing that can be measured, or this says how much.
 
-    python benchmarks/policy_cost.py --layers 8 --slots 32
+    python benchmarks/policy_cost.py --layers 6 --slots 8
 
 Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and decodes the same
-prompt again and again, while the policy process is live, stopped (SIGSTOP) or absent (killed whenever it comes back),
-in turns. It prints the median speed of each and their ratio to live.
+prompt again and again, while the policy process is live and stopped (SIGSTOP) in turns, and then absent (killed until
+the daemon gives it up). It prints the median speed and misses of each, and its speed by that of live. With few slots
+the GPU and the link set the pace, as in a whole model; where the engine's Python does, runs differ by a fifth.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ import os
 import signal
 import statistics
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from load_memory import daemon, status, write_checkpoint
@@ -33,8 +33,19 @@ compilation_config = { mode = 0, cudagraph_mode = "FULL_DECODE_ONLY", cudagraph_
 """
 
 
-def decode_speed(runtime: Path, tokens: int) -> float:
-    """Tokens a second of one answer, its short prompt included (the text of random tokens is mostly empty)."""
+@dataclass(frozen=True)
+class Run:
+    """One answer."""
+
+    speed: float
+    """Tokens a second, its short prompt included."""
+    misses: float
+    """A token: a policy may change these, and with them the speed."""
+
+
+def decode(runtime: Path, tokens: int) -> Run:
+    """Answer the prompt once (the text of random tokens is mostly empty)."""
+    before = status(runtime)["cache"]["misses"]
     count, began = 0, time.perf_counter()
     sampling = Sampling(max_tokens=tokens, temperature=0.0)
     with Client(runtime / "http.sock").complete(
@@ -43,58 +54,54 @@ def decode_speed(runtime: Path, tokens: int) -> float:
         for event in stream:
             if isinstance(event, Usage):
                 count = event.completion_tokens
+    took = time.perf_counter() - began
     assert count == tokens, f"the answer ended after {count} tokens"
-    return count / (time.perf_counter() - began)
+    time.sleep(0.5)  # the counters come a moment later
+    return Run(count / took, (status(runtime)["cache"]["misses"] - before) / count)
 
 
-def policy_pid(runtime: Path) -> int | None:
-    pid: int | None = status(runtime)["policy"]["pid"]
-    return pid
-
-
-@contextmanager
-def in_state(runtime: Path, state: str) -> Iterator[None]:
-    """The policy process in one of `STATES`."""
+def policy_pid(runtime: Path) -> int:
+    """The pid of the policy process, which may have to come first."""
     deadline = time.monotonic() + 60
-    while (pid := policy_pid(runtime)) is None:
+    while (pid := status(runtime)["policy"]["pid"]) is None:
         assert time.monotonic() < deadline, "no policy process came"
         time.sleep(0.1)
+    return int(pid)
+
+
+def decode_in(state: str, runtime: Path, tokens: int) -> Run:
+    """`decode` while the policy process is in one of `STATES`."""
+    if state == "absent":
+        return decode(runtime, tokens)
+    pid = policy_pid(runtime)
     time.sleep(1.0)
     if state == "stopped":
         os.kill(pid, signal.SIGSTOP)
-    over = threading.Event()
-    killer = threading.Thread(target=_keep_away, args=(runtime, over))
-    if state == "absent":
-        killer.start()
-        time.sleep(0.5)
     try:
-        yield
+        return decode(runtime, tokens)
     finally:
-        over.set()
-        if state == "absent":
-            killer.join()
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
+        os.kill(pid, signal.SIGCONT)
 
 
-def _keep_away(runtime: Path, over: threading.Event) -> None:
-    while not over.is_set():
-        with suppress(ProcessLookupError):
-            if pid := policy_pid(runtime):
-                os.kill(pid, signal.SIGKILL)
+def end_policy(runtime: Path) -> None:
+    """Kill it until the daemon gives it up, as it does when one after the other dies soon."""
+    while (policy := status(runtime)["policy"])["state"] != "off":
+        if policy["pid"] is not None:
+            with suppress(ProcessLookupError):
+                os.kill(policy["pid"], signal.SIGKILL)
         time.sleep(0.2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--scratch", type=Path, default=Path.home())
     parser.add_argument("--log", type=Path, default=Path("policy_cost.log"))
     args = parser.parse_args()
-    speeds: dict[str, list[float]] = {state: [] for state in STATES}
+    runs: dict[str, list[Run]] = {state: [] for state in STATES}
     with tempfile.TemporaryDirectory(prefix="vvllm-bench-", dir=args.scratch) as scratch:
         model, runtime = Path(scratch, "model"), Path(scratch, "run")
         write_checkpoint(model, args.layers)
@@ -102,17 +109,22 @@ def main() -> None:
             while status(runtime)["stage"] != "ready":
                 assert process.poll() is None, args.log.read_text()[-4000:]
                 time.sleep(0.5)
-            decode_speed(runtime, args.tokens)
+            decode(runtime, args.tokens)
             for _ in range(args.rounds):
-                for state in STATES:
-                    with in_state(runtime, state):
-                        speeds[state].append(decode_speed(runtime, args.tokens))
+                for state in ("live", "stopped"):
+                    runs[state].append(decode_in(state, runtime, args.tokens))
+            end_policy(runtime)
+            for _ in range(args.rounds):
+                runs["absent"].append(decode_in("absent", runtime, args.tokens))
             traced = status(runtime)["cache"]["traces_sent"]
-    live = statistics.median(speeds["live"])
-    for state, found in speeds.items():
-        middle = statistics.median(found)
-        spread = f"{min(found):.1f} … {max(found):.1f}"
-        print(f"{state:8} {middle:7.1f} tok/s ({spread}), {middle / live:.4f} of live")
+    live = statistics.median(run.speed for run in runs["live"])
+    for state, found in runs.items():
+        speeds = [run.speed for run in found]
+        middle, misses = statistics.median(speeds), statistics.median(run.misses for run in found)
+        spread = f"{min(speeds):.1f} … {max(speeds):.1f}"
+        print(
+            f"{state:8} {middle:7.1f} tok/s ({spread}), {middle / live:.4f} of live; {misses:.1f} misses a token"
+        )
     print(f"{traced} traces were sent")
 
 
