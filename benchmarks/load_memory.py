@@ -18,13 +18,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from qwen3_30b_a3b import SHAPE
+from shapes import SHAPES
+from vram import Sampler
 
 from vvllm_client import Client
 from vvllm_shared.errors import VvllmError
@@ -37,15 +37,12 @@ def write_checkpoint(directory: Path, layers: int) -> None:
     """Random bf16 weights under the names of the real checkpoint, a file per layer."""
     import torch
     from safetensors.torch import save_file
-    from transformers import Qwen3MoeConfig
 
     from vvllm_msd import demo_model
 
     directory.mkdir(parents=True)
-    config = Qwen3MoeConfig(
-        **SHAPE, num_hidden_layers=layers, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16"
-    )
-    config.save_pretrained(directory)
+    shape = SHAPES["qwen3-30b-a3b"].cut(layers)
+    shape.write(directory, "bf16")
     demo_model.write_tokenizer(directory)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,8 +55,9 @@ def write_checkpoint(directory: Path, layers: int) -> None:
         save_file(tensors, directory / name, {"format": "pt"})
         weight_map.update(dict.fromkeys(tensors, name))
 
-    hidden, wide, width = SHAPE["hidden_size"], SHAPE["moe_intermediate_size"], SHAPE["head_dim"]
-    heads, kv_heads = SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"]
+    values, experts = shape.values, shape.experts
+    hidden, wide, width = values["hidden_size"], values["moe_intermediate_size"], values["head_dim"]
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     for layer in range(layers):
         base = f"model.layers.{layer}"
@@ -72,44 +70,21 @@ def write_checkpoint(directory: Path, layers: int) -> None:
             f"{base}.self_attn.o_proj.weight": random(hidden, heads * width),
             f"{base}.self_attn.q_norm.weight": torch.ones(width, dtype=torch.bfloat16),
             f"{base}.self_attn.k_norm.weight": torch.ones(width, dtype=torch.bfloat16),
-            f"{base}.mlp.gate.weight": random(SHAPE["num_experts"], hidden),
+            f"{base}.mlp.gate.weight": random(experts, hidden),
         }
-        for expert in range(SHAPE["num_experts"]):
+        for expert in range(experts):
             tensors[f"{base}.mlp.experts.{expert}.gate_proj.weight"] = random(wide, hidden)
             tensors[f"{base}.mlp.experts.{expert}.up_proj.weight"] = random(wide, hidden)
             tensors[f"{base}.mlp.experts.{expert}.down_proj.weight"] = random(hidden, wide)
         save(f"model-{layer:05}.safetensors", tensors)
     ends = {
-        "model.embed_tokens.weight": random(SHAPE["vocab_size"], hidden),
+        "model.embed_tokens.weight": random(values["vocab_size"], hidden),
         "model.norm.weight": ones.clone(),
-        "lm_head.weight": random(SHAPE["vocab_size"], hidden),
+        "lm_head.weight": random(values["vocab_size"], hidden),
     }
     save("model-ends.safetensors", ends)
     index = {"metadata": {}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-class Sampler(threading.Thread):
-    """The most that the GPU held since the last `reset`, in bytes, sampled every 10 ms."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        import pynvml
-
-        pynvml.nvmlInit()
-        device = pynvml.nvmlDeviceGetHandleByIndex(0)
-        self.now = lambda: int(pynvml.nvmlDeviceGetMemoryInfo(device).used)
-        self.highest = 0
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            self.highest = max(self.highest, self.now())
-            time.sleep(0.01)
-
-    def reset(self) -> int:
-        highest, self.highest = self.highest, self.now()
-        return highest
 
 
 @contextlib.contextmanager
@@ -173,7 +148,6 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
     torch.cuda.empty_cache()
     sampler = Sampler()
-    idle = sampler.now()
     began = time.monotonic()
     with daemon(model, runtime, args.slots, args.log) as process:
         state = status(runtime)
@@ -182,7 +156,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             time.sleep(0.5)
             state = status(runtime)
         ready = time.monotonic() - began
-        load_peak, after = sampler.reset() - idle, sampler.now() - idle
+        load_peak, after = sampler.reset(), sampler.now()
         command = "import sys; from vvllm_client.cli import main; sys.exit(main())"
         options = [
             "--socket",
@@ -200,7 +174,7 @@ def measure(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             text=True,
             check=True,
         )
-        serve_peak = sampler.reset() - idle
+        serve_peak = sampler.reset()
         held = descriptors(state["engine_pid"], runtime)
         cache = status(runtime)["cache"]
     slot_bytes = cache["layers"] * cache["slots"] * cache["bundle_bytes"]

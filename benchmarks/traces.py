@@ -16,8 +16,8 @@ _NO_PAIR_WAVES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the traces of one run have in common."""
+class TraceShape:
+    """The layers that a trace is for, and its length."""
 
     layers: int
     experts: int
@@ -27,7 +27,7 @@ class Shape:
     steps: int
 
 
-def settling_steps(shape: Shape) -> int:
+def settling_steps(shape: TraceShape) -> int:
     """Steps after which LRU holds what the trace's generator held, whatever it held before.
 
     Where all hits come from the same `slots` experts, one of them is untouched for n steps with probability
@@ -36,7 +36,7 @@ def settling_steps(shape: Shape) -> int:
     return max(64, -(-16 * shape.slots // shape.top_k))
 
 
-def synthetic(shape: Shape, hit_rate: float, seed: int) -> Trace:
+def synthetic(shape: TraceShape, hit_rate: float, seed: int) -> Trace:
     """A trace of which exact LRU with `slots` slots a layer finds the share `hit_rate` of a step's experts.
 
     Each token draws its experts from those resident when the step begins; then as many distinct experts of the step
@@ -100,7 +100,7 @@ def _renaming(
     return names
 
 
-def replay(trace: Trace, shape: Shape, first: int, last: int) -> tuple[int, int]:
+def replay(trace: Trace, shape: TraceShape, first: int, last: int) -> tuple[int, int]:
     """(hits, misses) of all layers over the steps first … last - 1, by the pager's own plan, from an empty table.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A model in the shape of Qwen3-30B-A3B without a checkpoint: its config.json, and a load format that makes weights up.
+"""A load format of vLLM's that makes weights up: a model of a real shape without a checkpoint.
 
 vLLM's own "dummy" format draws every weight from one generator; for experts in host RAM (57 GiB in bf16) that takes
 minutes, and it leaves scales of four bits at values that no checkpoint has. Here one random expert is copied to all.
@@ -6,7 +6,6 @@ minutes, and it leaves scales of four bits at values that no checkpoint has. Her
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,46 +16,10 @@ from vllm.model_executor.model_loader.reload.utils import get_layer_tensors
 from vllm.model_executor.model_loader.weight_utils import initialize_single_dummy_weight
 
 LOAD_FORMAT = "one_random_expert"
-FORMATS = ("bf16", "nvfp4")
-
-_NVFP4 = {
-    "num_bits": 4,
-    "type": "float",
-    "symmetric": True,
-    "strategy": "tensor_group",
-    "group_size": 16,
-    "dynamic": False,
-}
-_QUANTIZATION = {
-    "quant_method": "compressed-tensors",
-    "quantization_status": "compressed",
-    "format": "nvfp4-pack-quantized",
-    "config_groups": {
-        "group_0": {
-            "format": "nvfp4-pack-quantized",
-            "targets": ["Linear"],
-            "weights": _NVFP4,
-            "input_activations": _NVFP4 | {"dynamic": "local"},
-            "output_activations": None,
-        }
-    },
-    "kv_cache_scheme": None,
-    # Everything but the experts.
-    "ignore": ["lm_head", r"re:.*\.self_attn\..*", r"re:.*\.mlp\.gate$"],
-}
 
 _LARGEST_WEIGHT = 0.08
 _GLOBAL_SCALE = 448 * 6 / _LARGEST_WEIGHT
 """A divisor: the largest float8 times the largest of four bits is then the largest weight."""
-
-
-def write_config(directory: Path, form: str, shape: dict[str, Any]) -> None:
-    """Write config.json for `shape` (see `SHAPE`) in the weight format `form` (see `FORMATS`)."""
-    from transformers import Qwen3MoeConfig
-
-    extra = {"quantization_config": _QUANTIZATION} if form == "nvfp4" else {}
-    config = Qwen3MoeConfig(**shape, architectures=["Qwen3MoeForCausalLM"], dtype="bfloat16", **extra)
-    config.save_pretrained(directory)
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -88,8 +51,12 @@ def _one_expert(name: str, tensor: torch.Tensor) -> torch.Tensor:
         value = torch.full(like.shape, _GLOBAL_SCALE)
     elif like.dtype == torch.uint8:
         value = torch.randint(0, 256, like.shape, generator=generator)
-    elif name.endswith("weight_scale"):
+    elif like.dtype == torch.int32:
+        value = torch.randint(-(2**31), 2**31, like.shape, generator=generator)
+    elif like.dtype == torch.float8_e4m3fn:
         value = torch.empty(like.shape).uniform_(64, 448, generator=generator)
+    elif name.endswith("weight_scale"):
+        value = torch.empty(like.shape).uniform_(0, _LARGEST_WEIGHT / 8, generator=generator)
     else:
         value = torch.empty(like.shape).uniform_(-_LARGEST_WEIGHT, _LARGEST_WEIGHT, generator=generator)
     return value.to(like.dtype).to(tensor.device)

@@ -21,37 +21,54 @@ STRATEGY = "vvllm_trace"
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["layer", "pairs", "steps", "step_pairs"])
+@triton.jit(do_not_specialize=["layer", "pairs"])
 def _play_step(  # type: ignore[no-untyped-def]  # noqa: PLR0917  # a kernel's arguments are pointers and numbers
-    trace, position, ids, weights, layer, pairs, steps, step_pairs, weight, BLOCK: tl.constexpr
+    trace,
+    shape,
+    position,
+    ids,
+    weights,
+    layer,
+    pairs,
+    top_k: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     # One program of one warp: nobody can read the position after it was advanced.
     step = tl.load(position + layer)
+    steps = tl.load(shape)
+    step_pairs = tl.load(shape + 1)
     source = trace + (layer.to(tl.int64) * steps + step % steps) * step_pairs
     for start in range(0, pairs, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < pairs
-        tl.store(ids + at, tl.load(source + at % step_pairs, mask=inside), mask=inside)
-        tl.store(weights + at, tl.zeros([BLOCK], tl.float32) + weight, mask=inside)
+        played = tl.load(source + at, mask=inside & (at < step_pairs), other=0)
+        # A random first expert and an odd stride: distinct where E is a power of two.
+        noise = (at // top_k + 1).to(tl.uint32) * 2654435761 + (step * 64 + layer).to(tl.uint32) * 2246822519
+        noise = (noise ^ (noise >> 15)) * 3266489917
+        first, stride = (noise >> 8).to(tl.int32), ((noise >> 16) | 1).to(tl.int32)
+        drawn = (first + (at % top_k) * stride) & (E - 1)
+        tl.store(ids + at, tl.where(pairs > step_pairs, drawn, played), mask=inside)
+        tl.store(weights + at, tl.zeros([BLOCK], tl.float32) + 1.0 / top_k, mask=inside)
     tl.store(position + layer, step + 1)
 
 
 class TracePlayer(RoutingStrategy):
-    """Routes by a trace; all weights are 1 / top_k.
-
-    vLLM asks once per MoE layer and forward pass, in the order of the layers, from which the layer is known. Rows
-    beyond the trace's batch (a prefill's) repeat it; a trace that is used up begins again.
+    """Routes batches of the trace's size by it, and larger ones, a prefill's, at random; all weights are 1 / top_k.
 
     Args:
-        shape: (layers, steps, batch, top_k) of every trace that will be played.
+        layers, experts, top_k: of the model; `experts` is a power of two.
+        room: the most pairs that a trace will have, of all layers and steps.
         device: where.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int], device: str) -> None:
-        self._trace = torch.zeros(shape, dtype=torch.int32, device=device)
-        # Until there is a trace, as vLLM warms up: distinct experts.
-        self._trace += torch.arange(shape[3], dtype=torch.int32, device=device)
-        self._position = torch.zeros(shape[0], dtype=torch.int32, device=device)
+    def __init__(self, layers: int, experts: int, top_k: int, room: int, device: str) -> None:
+        assert experts & (experts - 1) == 0, f"{experts} experts are no power of two"
+        self._layers, self._experts, self._top_k = layers, experts, top_k
+        # Until there is a trace, as vLLM warms up: one step that nobody's batch has the size of.
+        self._trace = torch.zeros(max(room, layers), dtype=torch.int32, device=device)
+        self._shape = torch.tensor([1, 0], dtype=torch.int32, device=device)
+        self._position = torch.zeros(layers, dtype=torch.int32, device=device)
         self._calls = 0
 
     def route_tokens(
@@ -62,30 +79,33 @@ class TracePlayer(RoutingStrategy):
         indices_type: torch.dtype | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `RoutingStrategy.route_tokens`: weights fp32 [T, k], ids [T, k]."""
-        layers, steps, batch, trace_k = self._trace.shape
-        assert top_k == trace_k, f"the model routes to {top_k} experts, the trace to {trace_k}"
+        assert top_k == self._top_k, f"the model routes to {top_k} experts, the trace to {self._top_k}"
         ids = hidden_states.new_empty((len(hidden_states), top_k), dtype=indices_type or torch.int32)
         weights = hidden_states.new_empty((len(hidden_states), top_k), dtype=torch.float32)
-        layer = self._calls % layers
+        # Layers are called in order.
+        layer = self._calls % self._layers
         self._calls += 1
         _play_step[(1,)](
             self._trace,
+            self._shape,
             self._position,
             ids,
             weights,
             layer,
             ids.numel(),
-            steps,
-            batch * top_k,
-            1.0 / top_k,
+            top_k=top_k,
+            E=self._experts,
             BLOCK=_BLOCK,
             num_warps=1,
         )
         return weights, ids
 
     def play(self, trace: NDArray[np.int32]) -> None:
-        """Put another trace of the same shape in place, and begin it."""
-        self._trace.copy_(torch.from_numpy(trace))
+        """Put a trace [layers, steps, batch, top_k] in place, and begin it; when it is used up it begins again."""
+        layers, steps, batch, top_k = trace.shape
+        assert (layers, top_k) == (self._layers, self._top_k), trace.shape
+        self._trace[: trace.size].copy_(torch.from_numpy(trace.reshape(-1)))
+        self._shape.copy_(torch.tensor([steps, batch * top_k], dtype=torch.int32))
         self._position.zero_()
 
     def position(self) -> int:
