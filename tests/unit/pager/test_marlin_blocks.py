@@ -1,0 +1,60 @@
+"""A block that a launch computes comes out as in a launch of all blocks, whatever configuration the kernel takes."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vvllm_pager.marlin_blocks import Cuts
+
+K_TILES = 12
+
+
+def cut(blocks: int, columns: int, grid: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Where the kernel cuts K, for each tile of each block (marlin_template.h; iters without groups)."""
+    tiles = blocks * columns
+    end = tiles
+    if tiles > grid:
+        end = tiles % grid
+        end += grid if end * 3 <= grid else 0
+    iters = -(-K_TILES * end // grid)
+    cuts: list[tuple[int, ...]] = [()] * (tiles - end)
+    for tile in range(end):
+        at = K_TILES * tile
+        cuts.append(tuple(x - at for x in range(0, K_TILES * end, iters) if at < x < at + K_TILES))
+    return [tuple(cuts[block * columns : (block + 1) * columns]) for block in range(blocks)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from([1, 3, 20, 24, 34, 132]),
+    st.sampled_from([8, 16, 32, 48, 64]),
+    st.lists(st.sampled_from([64, 128, 192, 512, 1536, 2048]), min_size=1, max_size=2),
+    st.integers(1, 900),
+    st.floats(0, 1),
+    st.integers(0, 2**32 - 1),
+)
+def test_a_launch_cuts_the_blocks_that_it_is_for_as_the_whole_batch_does(
+    multiprocessors: int, size: int, widths: list[int], blocks: int, share: float, seed: int
+) -> None:
+    mine = np.random.default_rng(seed).random(blocks) < share
+    kept = Cuts.of(multiprocessors, size, widths).keep(mine)
+    assert np.array_equal(kept, np.unique(kept))
+    assert mine[kept].sum() == mine.sum()
+    for each in range(1, (4 if size <= 16 else 2) + 1):
+        for width in widths:
+            for columns in (64, 128, 256):
+                if width % columns:
+                    continue
+                whole = cut(blocks, width // columns, multiprocessors * each)
+                launch = cut(len(kept), width // columns, multiprocessors * each)
+                for place, block in enumerate(kept.tolist()):
+                    assert not mine[block] or launch[place] == whole[block]
+
+
+def test_a_large_batch_leaves_most_blocks_of_other_rounds_out() -> None:
+    """An RTX 4060 at the shape of Qwen3-30B-A3B: 8,192 tokens are some 1,100 blocks, an eighth of them a round's."""
+    mine = np.zeros(1100, np.bool_)
+    mine[300:437] = True
+    assert len(Cuts.of(24, 64, (1536, 2048)).keep(mine)) < 180
