@@ -7,12 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from vvllm_shared.residency import PageTable, Weights, plan_step
-
 Trace = NDArray[np.int32]
 """[layers, steps, batch, top_k] expert ids; the ids of a token are distinct."""
-
-_NO_PAIR_WAVES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -98,21 +94,3 @@ def _renaming(
         layer = np.flatnonzero(misses > place)
         names[layer, leaving[layer, place]] = coming[layer, place]
     return names
-
-
-def replay(trace: Trace, shape: TraceShape, first: int, last: int) -> tuple[int, int]:
-    """(hits, misses) of all layers over the steps first … last - 1, by the pager's own plan, from an empty table.
-
-    Raises:
-        AssertionError: a step of several waves, whose repeated loads would blur the hit rate.
-    """
-    hits = misses = 0
-    for layer in trace:
-        table = PageTable.empty(shape.experts, shape.slots)
-        for step, ids in enumerate(layer[:last]):
-            plan = plan_step(ids, table, Weights(), pair_waves_above=_NO_PAIR_WAVES)
-            assert len(plan.waves) == 1, f"{len(plan.waves)} waves"
-            if step >= first:
-                hits += plan.hits
-                misses += plan.misses
-    return hits, misses

@@ -1,4 +1,4 @@
-"""Tests of a whole device-driven step with a kernel in plain torch; collected as `kernel_checks.py` is."""
+"""Tests of a whole step, by device and by host, with a kernel in plain torch; collected as `kernel_checks.py` is."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from vllm.forward_context import get_forward_context, set_forward_context
 
 from kernel_checks import DEVICE
 from resolve_driver import random_step
+from streams import Streams
 from vvllm_pager import kernel as kernel_module
+from vvllm_pager import staging as staging_module
+from vvllm_pager import sweep as sweep_module
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.host_resolver import HostResolver
 from vvllm_pager.kernel import SlotKernel
 from vvllm_pager.slot_pool import SlotPool
+from vvllm_pager.staging import Staging
 from vvllm_shared.board import Board
 
 EXPERTS, SLOTS, TOP_K, HIDDEN = 12, 5, 3, 4
@@ -27,8 +31,11 @@ EXPERTS, SLOTS, TOP_K, HIDDEN = 12, 5, 3, 4
 class Toy(SlotKernel):
     """An expert multiplies by its number; what no slot holds is NaN, as are the rows of nobody's pairs."""
 
-    def __init__(self, values: torch.Tensor, block: int) -> None:
-        self.values, self.block = values, block
+    def __init__(self, values: torch.Tensor, block: int, streams: Streams | None) -> None:
+        self.values, self.block, self.streams = values, block, streams
+
+    def widths(self) -> tuple[int, ...]:
+        return (64,)
 
     def block_size(self, tokens: int, top_k: int, experts: int) -> int:
         return self.block
@@ -40,34 +47,49 @@ class Toy(SlotKernel):
             filled = int(self.blocks.filled)
             for at in range(0, filled, self.block):
                 owner = int(self.blocks.owners[at // self.block])
-                factors[self.blocks.pairs[at : at + self.block].long()] = self.values[owner]
+                mine = self.blocks.pairs[at : at + self.block].long()
+                factors[mine] = self.values[owner]
+                if self.streams and (self.rounds is None or self._used(mine)):
+                    self.streams.access("read", self.values[owner].data_ptr())
         else:
             found = ids.flatten().long()
+            for slot in set(found[found >= 0].tolist()) if self.streams else ():
+                self.streams.access("read", self.values[slot].data_ptr())
             factors[:-1] = torch.where(found >= 0, self.values[found.clamp(min=0)].flatten(), factors[:-1])
         rows = x[:, None, :] * (weights * factors[:-1].view(weights.shape))[:, :, None]
         out = torch.empty_like(x)
         self.moe_sum(rows, out)
         return out
 
+    def _used(self, pairs: torch.Tensor) -> bool:
+        """Whether the running round takes any of these pairs."""
+        assert self.rounds is not None
+        mine = self.rounds.mine
+        taken = mine.flatten().nonzero() if mine.dtype == torch.bool else mine
+        return bool(torch.isin(pairs, taken).any())
+
 
 class Step:
-    """One layer with its resolvers on the toy kernel."""
+    """One of two equal layers with its resolvers on the toy kernel."""
 
-    def __init__(self, block: int) -> None:
+    def __init__(self, block: int, streams: Streams | None, layers: list[Any]) -> None:
         slots = {"value": torch.full((SLOTS, 1), float("nan"), device=DEVICE)}
         layout = BundleLayout.of(slots)
         store = torch.zeros(EXPERTS, layout.record_bytes, dtype=torch.uint8)
         store[:, :4] = torch.arange(1.0, EXPERTS + 1).view(EXPERTS, 1).view(torch.uint8)
         store = store.pin_memory() if DEVICE == "cuda" else store
-        self.toy = Toy(slots["value"], block)
+        self.toy = Toy(slots["value"], block, streams)
         method = SimpleNamespace(moe_kernel=SimpleNamespace(fused_experts=self.toy))
-        sizes = {"experts": EXPERTS, "slots": SLOTS, "index": 0, "layout": layout}
+        sizes = {"experts": EXPERTS, "slots": SLOTS, "index": len(layers), "layout": layout}
         layer: Any = SimpleNamespace(pool=SlotPool(slots, store, layout), quant_method=method, **sizes)
+        device = torch.device(DEVICE)
         paging: Any = SimpleNamespace(graphs=False, tokens_each=1, board=Board.from_env(), host_trace=None)
         paging.settings = SimpleNamespace(pair_waves_above=0)
-        self.on_device = DeviceResolver(
-            layer, self.toy, paging, Scratch(EXPERTS, SLOTS, torch.device(DEVICE))
-        )
+        paging.layers, paging.device = layers, device
+        paging.staging = layers[0].staging if layers else Staging(layout.record_bytes, device)
+        layer.staging = paging.staging
+        layers.append(layer)
+        self.on_device = DeviceResolver(layer, self.toy, paging, Scratch(EXPERTS, SLOTS, device))
         self.on_host = HostResolver(layer, self.toy, paging)
 
     def __call__(
@@ -80,29 +102,65 @@ class Step:
             return resolver.run(*arguments, self.toy.compute).cpu()
 
 
-@pytest.mark.parametrize("block", [0, 2, 8])
-def test_a_step_computes_each_token_with_its_experts(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one to four rounds, by device and host in turns; blocks of two have experts with more rows than one."""
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams | None:
+    """What a CPU lacks, and on it a watch over what the streams do to slots and lanes."""
     monkeypatch.delenv("VVLLM_BOARD", raising=False)
+    if DEVICE == "cuda":
+        return None
     monkeypatch.setattr(kernel_module.ops, "moe_sum", lambda rows, out: out.copy_(rows.sum(1)), raising=False)
-    if DEVICE == "cpu":  # which captures nothing
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    if block:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    one = SimpleNamespace(multi_processor_count=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: one)
+    return Streams(monkeypatch, staging_module)
+
+
+def _check(step: Step, rng: np.random.Generator, tokens: int, by: str, *, alike: bool) -> None:
+    ids, padding = random_step(rng, EXPERTS, TOP_K, tokens)
+    ids[:] = np.where(ids < 0, (ids.max(axis=1, keepdims=True) + 1) % EXPERTS, ids)
+    if alike:
+        ids[:] = ids[0]
+    padding[0] = False
+    x = torch.from_numpy(rng.normal(size=(tokens, HIDDEN))).float()
+    weights = torch.from_numpy(rng.random((tokens, TOP_K))).float()
+    out = step(x, weights, ids, padding, by)
+    right = x * (weights * torch.from_numpy(ids + 1.0)).sum(1, keepdim=True).float()
+    assert torch.allclose(out[~padding], right[~padding], rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [0, 2, 8])
+def test_a_step_computes_each_token_with_its_experts(
+    block: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one to four rounds, by device and host in turns; blocks of two have experts with more rows than one."""
+    if block and DEVICE == "cpu":
         monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
     rng = np.random.default_rng(block)
-    step = Step(block)
+    step = Step(block, streams, [])
     for number in range(14):
         tokens = int(rng.integers(1, 4 * SLOTS // TOP_K + 1))
-        ids, padding = random_step(rng, EXPERTS, TOP_K, tokens)
-        ids[:] = np.where(ids < 0, (ids.max(axis=1, keepdims=True) + 1) % EXPERTS, ids)
-        if number % 3 == 0:
-            ids[:] = ids[0]
-        padding[0] = False
-        x = torch.from_numpy(rng.normal(size=(tokens, HIDDEN))).float()
-        weights = torch.from_numpy(rng.random((tokens, TOP_K))).float()
-        out = step(x, weights, ids, padding, "device" if number % 4 else "host")
-        right = x * (weights * torch.from_numpy(ids + 1.0)).sum(1, keepdim=True).float()
-        assert torch.allclose(out[~padding], right[~padding], rtol=1e-5), number
+        _check(step, rng, tokens, "device" if number % 4 else "host", alike=number % 3 == 0)
+
+
+@pytest.mark.parametrize("block", [0, 2, 8])
+@pytest.mark.parametrize("lane", [1, 2, 1 << 20])
+def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
+    block: int, lane: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers in turns, each sending for the next one; lanes of one, two and all records; small batches between,
+    for which was sent what nobody wants."""
+    if block and DEVICE == "cpu":
+        monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
+    monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
+    monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
+    rng = np.random.default_rng(block + lane)
+    layers: list[Any] = []
+    steps = [Step(block, streams, layers) for _ in range(2)]
+    for number in range(8):
+        tokens = int(rng.integers(8, 40)) if number % 3 else int(rng.integers(1, 8))
+        for step in steps if number % 4 else steps[:1]:
+            _check(step, rng, tokens, "host", alike=number == 5)
+    assert streams is None or streams.overlapped
 
 
 def _align(

@@ -113,7 +113,7 @@ class Beside:
             else:
                 assert self.miss_experts[:count].tolist() == wave.load_experts.tolist()
                 assert self.miss_slots[:count].tolist() == wave.load_slots.tolist()
-                expected[wave.pairs] = wave.slot_ids
+                expected = wave.slot_of(self.experts)[valid.reshape(-1)]
             assert slots.tolist() == expected.tolist()
             if block:
                 self._check_blocks(ids.reshape(-1), slots.numpy(), block, *(b.numpy() for b in blocks))

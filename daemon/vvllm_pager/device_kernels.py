@@ -291,7 +291,11 @@ def _align(
     tl.store(sorted_p + place, i, mask=valid)
 
 
-@triton.jit(do_not_specialize=["record_words", "tiles"])
+# Nor for lists that begin anywhere in a longer one.
+@triton.jit(
+    do_not_specialize=["record_words", "tiles"],
+    do_not_specialize_on_alignment=["miss_expert_p", "miss_slot_p", "misses_p"],
+)
 def fill(
     store_p,
     record_words,
@@ -303,10 +307,12 @@ def fill(
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Copy the bundles of this round's misses from pinned host memory into their slots.
+    """Copy bundles into slots.
 
     Args:
-        store_p: int64 words [E, record_words] in host memory.
+        store_p: int64 words [n, record_words], in pinned host memory or on the device.
+        miss_expert_p, miss_slot_p: int32, for each bundle its number among those n and its slot.
+        misses_p: int32 [1], how many.
         tiles_p: int64 [tiles, 5], a piece of a record each: address of slot 0's row, bytes from one slot's row to the
             next, offset in the record, bytes (at most 8 TILE), and whether all of these are multiples of 16.
     """

@@ -92,7 +92,9 @@ class DeviceResolver:
                 if by_expert is not None:
                     blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
                 self._fill()
-                with one_call(kernel, slots, blocks, rounds):
+                if rounds:
+                    rounds.mine = slots >= 0
+                with one_call(kernel, blocks, rounds):
                     out = compute(x, topk_weights, topk_ids if blocks else slots)
         return out
 

@@ -55,31 +55,36 @@ class Blocks:
 
 
 class Rounds:
-    """The experts' outputs of a batch, which several kernel calls fill; every call is launched for all pairs.
+    """The experts' outputs of a batch, which several kernel calls fill; every call is launched for the whole batch.
 
     Args:
         rounds: how many calls.
     """
 
+    mine: torch.Tensor
+    """The pairs of the running call: bool [T, k] where sizes must not depend on the routing, else int64 [n] of their
+    indices among T * k."""
+
     def __init__(self, rounds: int) -> None:
         self._left = rounds
         self._rows: torch.Tensor | None = None
 
-    def merge(self, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor | None:
+    def merge(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Take this round's rows.
 
         Args:
-            rows: [T, k, H], of which those without a slot are garbage.
-            slots: [T, k], -1 where a pair is of another round.
+            rows: [T, k, H], of which those of other rounds are garbage.
 
         Returns:
-            All rows after the last round.
+            All rows after the last round; nobody's are zero.
         """
-        mine = (slots >= 0).unsqueeze(-1)
+        masked = self.mine.dtype == torch.bool
         if self._rows is None:
-            self._rows = torch.where(mine, rows, 0)
-        else:
-            torch.where(mine, rows, self._rows, out=self._rows)
+            self._rows = torch.where(self.mine.unsqueeze(-1), rows, 0) if masked else torch.zeros_like(rows)
+        elif masked:
+            torch.where(self.mine.unsqueeze(-1), rows, self._rows, out=self._rows)
+        if not masked:
+            self._rows.view(-1, rows.shape[-1])[self.mine] = rows.reshape(-1, rows.shape[-1])[self.mine]
         self._left -= 1
         return None if self._left else self._rows
 
@@ -87,8 +92,6 @@ class Rounds:
 class SlotKernel:
     """Mixed into a kernel's class: what a call on slots needs beyond vLLM's arguments."""
 
-    slots: torch.Tensor
-    """[T, k] of the running call."""
     rounds: Rounds | None = None
     blocks: Blocks
     """Of the running call, where `block_size` is not 0."""
@@ -96,6 +99,10 @@ class SlotKernel:
     def block_size(self, tokens: int, top_k: int, experts: int) -> int:
         """Rows of a block, for a kernel that takes `Blocks`; 0 for one that takes slots for experts."""
         return 0
+
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the GEMMs of a kernel that takes `Blocks`."""
+        return ()
 
     def moe_sum(
         self,
@@ -107,7 +114,7 @@ class SlotKernel:
         """The sum over a token's experts, in vLLM's own operator, once all rounds are there."""
         rows: torch.Tensor | None = input
         if self.rounds is not None:
-            rows = self.rounds.merge(input, self.slots)
+            rows = self.rounds.merge(input)
         if rows is not None:
             ops.moe_sum(rows, output)
 
@@ -127,6 +134,12 @@ class SlotMarlin(SlotKernel, MarlinExperts):
                 break
         narrow = self.input_dtype is not None and self.input_dtype.itemsize == 1
         return max(size, 16) if narrow else size
+
+    def widths(self) -> tuple[int, ...]:
+        """An expert's width, which vLLM pads to a multiple of 64, and the hidden size."""
+        config = self.moe_config
+        wide = -(-config.intermediate_size_per_partition // 64) * 64
+        return wide * (2 if config.activation.is_gated else 1), config.hidden_dim
 
     def apply(  # noqa: PLR0917  # vLLM's signature
         self,
@@ -231,11 +244,9 @@ def scales_by_chunk(layer: PagedExperts) -> bool:
 
 
 @contextmanager
-def one_call(
-    kernel: SlotKernel, slots: torch.Tensor, blocks: Blocks | None, rounds: Rounds | None
-) -> Iterator[None]:
+def one_call(kernel: SlotKernel, blocks: Blocks | None, rounds: Rounds | None) -> Iterator[None]:
     """What the next call of the kernel is about."""
-    kernel.slots, kernel.rounds = slots, rounds
+    kernel.rounds = rounds
     if blocks is not None:
         kernel.blocks = blocks
     try:
@@ -243,7 +254,6 @@ def one_call(
     finally:
         kernel.rounds = None
         # What a large batch needed must not stay in VRAM with every layer.
-        vars(kernel).pop("slots", None)
         vars(kernel).pop("blocks", None)
 
 

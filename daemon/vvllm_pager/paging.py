@@ -27,6 +27,7 @@ from vvllm_shared.residency import graph_sizes, most_tokens
 if TYPE_CHECKING:
     from vvllm_pager.device_resolver import Scratch
     from vvllm_pager.routed_experts import PagedExperts
+    from vvllm_pager.staging import Staging
 
 # vLLM's own logger: without a daemon this is a guest in vLLM's log; with one, the daemon logs the same facts.
 log = init_logger("vllm.vvllm_pager")
@@ -60,6 +61,8 @@ class Paging:
         self.store: HostStore | None = None
         self.scratch: Scratch | None = None
         """On a GPU, once the slots are planned."""
+        self.staging: Staging | None = None
+        """As `scratch`."""
         self.device_tokens = 0
         """The largest batch that is device-driven."""
         self.host_trace: StepTrace | None = None
@@ -145,6 +148,7 @@ class Paging:
         )
         if self.device.type == "cuda":
             from vvllm_pager.device_resolver import Scratch
+            from vvllm_pager.staging import Staging
 
             for layer in self.layers:
                 self._check_graphs(min(slots, layer.experts), layer.top_k)
@@ -152,6 +156,7 @@ class Paging:
                 most_tokens(min(slots, layer.experts), layer.top_k) for layer in self.layers
             )
             self.scratch = Scratch(experts, slots, self.device)
+            self.staging = Staging(max(layout.record_bytes for layout in layouts), self.device)
         return slots
 
     def _check_graphs(self, slots: int, top_k: int) -> None:

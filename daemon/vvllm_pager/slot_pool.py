@@ -27,7 +27,8 @@ class SlotPool:
 
     def __init__(self, slots: dict[str, torch.Tensor], store: torch.Tensor, layout: BundleLayout) -> None:
         self.layout = layout
-        self._store = store
+        self.store = store
+        """As given."""
         self._rows = [(rows_as_bytes(slots[part.name]), part) for part in layout.parts]
         first = self._rows[0][0]
         self.table = DeviceTable(len(store), len(first), first.device)
@@ -42,7 +43,7 @@ class SlotPool:
         """Copy bundles into slots, in the order of the compute stream. The table is the caller's to keep."""
         for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
             for rows, part in self._rows:
-                record = self._store[expert, part.offset : part.offset + part.nbytes]
+                record = self.store[expert, part.offset : part.offset + part.nbytes]
                 rows[slot].copy_(record, non_blocking=True)
 
     def poison(self) -> None:

@@ -38,13 +38,18 @@ def test_blocks_of_this_round_are_on_their_slots_and_the_others_on_one_that_is_l
         assert slot in (mine or used or {0})
 
 
-def test_rounds_keep_each_pair_from_the_round_that_has_its_expert() -> None:
+@pytest.mark.parametrize("by", ["mask", "index"])
+def test_rounds_keep_each_pair_from_the_round_that_has_its_expert(by: str) -> None:
     rounds = Rounds(2)
     nan = float("nan")
     first = torch.tensor([[[1.0], [nan]], [[nan], [nan]]])
-    assert rounds.merge(first, torch.tensor([[0, -1], [-1, -1]])) is None
     second = torch.tensor([[[nan], [2.0]], [[3.0], [nan]]])
-    merged = rounds.merge(second, torch.tensor([[-1, 4], [2, -1]]))
+    masks = torch.tensor([[[0, -1], [-1, -1]], [[-1, 4], [2, -1]]]) >= 0
+    merged = None
+    for rows, mask in zip((first, second), masks, strict=True):
+        assert merged is None
+        rounds.mine = mask if by == "mask" else mask.flatten().nonzero().flatten()
+        merged = rounds.merge(rows)
     assert merged is not None
     assert merged.flatten().tolist() == [1.0, 2.0, 3.0, 0.0]  # the last is nobody's
 

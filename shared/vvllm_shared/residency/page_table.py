@@ -90,7 +90,9 @@ class PageTable:
         # Where an expert repeats, numpy's assignment keeps the last: recency is the last occurrence's.
         self.last_used[used] = self.clock[0] + (valid + 1) / (len(flat_ids) + 1)
         self.heat *= decay
-        self.heat[np.unique(used)] += 1.0
+        needed = np.zeros(self.experts, np.bool_)
+        needed[used] = True
+        self.heat[needed] += 1.0
 
     def victims(self, count: int, keep: Bools, weights: Weights) -> Ints:
         """The `count` slots to give up: empty ones first, then by the lowest score; ties by slot number.

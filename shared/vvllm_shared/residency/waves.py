@@ -9,14 +9,17 @@ A batch whose distinct experts fit the slots is one wave. Otherwise it is cut:
 
 Which of the two is a matter of the batch's size alone, never of what happens to be resident: a result must not
 depend on the cache.
+
+Where one wave can be loaded while another is computed, pair waves *overlap*: the resident experts are waves of their
+own, the others follow in groups of half the slots, and no wave takes a slot that the one before it reads.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from vvllm_shared.residency.page_table import EMPTY, Bools, Ints, PageTable, Weights
 
@@ -37,14 +40,25 @@ def graph_sizes(most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Wave:
-    """One kernel call: load these experts into these slots, then compute these pairs."""
+    """One kernel call: load these experts into these slots, then compute the pairs of `experts` among `tokens`."""
 
     load_experts: Ints
+    """Ascending."""
     load_slots: Ints
-    pairs: NDArray[np.int64]
-    """Indices into the flattened [T * k] ids of the pairs of this wave, ascending."""
-    slot_ids: Ints
-    """[len(pairs)] the slot of each pair's expert while this wave runs."""
+    experts: Ints
+    """Ascending; those whose pairs this wave computes."""
+    slots: Ints
+    """The slot of each while this wave runs."""
+    tokens: tuple[int, int]
+    """First, and one behind the last; the whole batch but in token waves."""
+    after: int = -1
+    """The last wave that reads a slot which this one loads into; -1 where none does."""
+
+    def slot_of(self, experts: int) -> Ints:
+        """[experts + 1] each expert's slot, -1 for those of other waves; the last is of ids of -1."""
+        slots = np.full(experts + 1, EMPTY, np.int32)
+        slots[self.experts] = self.slots
+        return slots
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,7 @@ def plan_step(
     *,
     pair_waves_above: int,
     force_pairs: bool = False,
+    overlap: bool = False,
 ) -> Plan:
     """Plan a step, and bring `table` to what it will be when the step is done.
 
@@ -76,55 +91,79 @@ def plan_step(
         weights: the victim formula's.
         pair_waves_above: batches of more tokens than this are cut into pair waves, smaller ones into token waves.
         force_pairs: pair waves even where one call would do (to measure the memory that they need).
+        overlap: see above; then a batch that fits the slots is pair waves too, unless all of it is resident.
 
     Returns:
-        The waves in order. No pairs at all is one wave without pairs.
+        The waves in order. No pairs at all is one wave without experts.
     """
     flat = ids.reshape(-1)
-    valid = np.flatnonzero(flat >= 0)
-    used = flat[valid]
     needed = np.zeros(table.experts, np.bool_)
-    needed[used] = True
-    hits = int(np.count_nonzero(needed & (table.slot_of != EMPTY)))
+    needed[flat[flat >= 0]] = True
+    resident = needed & (table.slot_of != EMPTY)
     table.touch(flat, weights.heat_decay)
 
     by_pairs = force_pairs
-    if not force_pairs and int(np.count_nonzero(needed)) <= table.slots:
-        waves = [_wave(valid, used, needed, table, weights)]
-    elif force_pairs or ids.shape[0] > pair_waves_above:
+    everyone = (0, ids.shape[0])
+    fits = int(np.count_nonzero(needed)) <= table.slots
+    if not force_pairs and fits and (not overlap or np.array_equal(needed, resident)):
+        waves = [_wave(needed, needed, everyone, table, weights)]
+    elif force_pairs or overlap or ids.shape[0] > pair_waves_above:
         by_pairs = True
-        waves = _pair_waves(valid, used, needed, table, weights)
+        groups = (
+            _overlapping(needed, resident, table.slots) if overlap else _full(needed, resident, table.slots)
+        )
+        waves = _pair_waves(groups, overlap, everyone, table, weights)
     else:
         waves = _token_waves(ids, table, weights)
-    return Plan(tuple(waves), by_pairs, hits, sum(len(w.load_experts) for w in waves))
+    misses = sum(len(wave.load_experts) for wave in waves)
+    return Plan(tuple(_with_readers(waves, table.slots)), by_pairs, int(np.count_nonzero(resident)), misses)
 
 
-def _wave(pairs: NDArray[np.int64], used: Ints, needed: Bools, table: PageTable, weights: Weights) -> Wave:
-    """Make `needed` resident, evicting none of it, and map each pair to its slot."""
-    missing = np.flatnonzero(needed & (table.slot_of == EMPTY)).astype(np.int32)
-    slots = table.victims(len(missing), needed, weights) if len(missing) else missing
+def _wave(group: Bools, keep: Bools, tokens: tuple[int, int], table: PageTable, weights: Weights) -> Wave:
+    """Make `group` resident, evicting none of `keep`."""
+    missing = np.flatnonzero(group & (table.slot_of == EMPTY)).astype(np.int32)
+    slots = table.victims(len(missing), keep, weights) if len(missing) else missing
     if len(missing):
         table.place(missing, slots)
-    return Wave(missing, slots, pairs, table.slot_of[used])
+    experts = np.flatnonzero(group).astype(np.int32)
+    return Wave(missing, slots, experts, table.slot_of[experts], tokens)
+
+
+def _full(needed: Bools, resident: Bools, slots: int) -> list[Ints]:
+    """Groups of as many experts as there are slots, resident ones first."""
+    order = np.concatenate([np.flatnonzero(resident), np.flatnonzero(needed & ~resident)]).astype(np.int32)
+    return [order[start : start + slots] for start in range(0, max(len(order), 1), slots)]
+
+
+def _overlapping(needed: Bools, resident: Bools, slots: int) -> list[Ints]:
+    """Groups of which two in a row fit the slots: the resident experts, in two where they would leave no room, then
+    the others by halves of the slots."""
+    half = max(slots // 2, 1)
+    here = np.flatnonzero(resident).astype(np.int32)
+    missing = np.flatnonzero(needed & ~resident).astype(np.int32)
+    room = slots - min(half, len(missing))
+    cut = max(len(here) - room, 0)
+    groups = [here[:cut], here[cut:], *(missing[at : at + half] for at in range(0, len(missing), half))]
+    return [group for group in groups if len(group)] or [here]
 
 
 def _pair_waves(
-    valid: NDArray[np.int64], used: Ints, needed: Bools, table: PageTable, weights: Weights
+    groups: list[Ints], overlap: bool, tokens: tuple[int, int], table: PageTable, weights: Weights
 ) -> list[Wave]:
-    resident = np.flatnonzero(needed & (table.slot_of != EMPTY))
-    missing = np.flatnonzero(needed & (table.slot_of == EMPTY))
-    order = np.concatenate([resident, missing])
     waves = []
-    for start in range(0, max(len(order), 1), table.slots):
-        group = np.zeros(table.experts, np.bool_)
-        group[order[start : start + table.slots]] = True
-        mine = group[used]
-        waves.append(_wave(valid[mine], used[mine], group, table, weights))
+    before = np.zeros(table.experts, np.bool_)
+    for group in groups:
+        mine = np.zeros(table.experts, np.bool_)
+        mine[group] = True
+        # With a single slot nothing can be kept beside it.
+        keep = mine | before if overlap and table.slots > 1 else mine
+        waves.append(_wave(mine, keep, tokens, table, weights))
+        before = mine
     return waves
 
 
 def _token_waves(ids: Ints, table: PageTable, weights: Weights) -> list[Wave]:
-    tokens, top_k = ids.shape
+    tokens = len(ids)
     waves = []
     start = 0
     while start < tokens:
@@ -138,8 +177,14 @@ def _token_waves(ids: Ints, table: PageTable, weights: Weights) -> list[Wave]:
             group, end = grown, end + 1
         # top_k <= slots is checked where the slots are sized, so every token fits by itself.
         assert end > start, f"one token needs more than {table.slots} slots"  # noqa: S101
-        pairs = np.arange(start * top_k, end * top_k, dtype=np.int64)
-        used = ids[start:end].reshape(-1)
-        waves.append(_wave(pairs[used >= 0], used[used >= 0], group, table, weights))
+        waves.append(_wave(group, group, (start, end), table, weights))
         start = end
     return waves
+
+
+def _with_readers(waves: list[Wave], slots: int) -> Iterator[Wave]:
+    """The waves with `after`."""
+    reader = np.full(slots, -1)
+    for number, wave in enumerate(waves):
+        yield replace(wave, after=int(reader[wave.load_slots].max(initial=-1)))
+        reader[wave.slots] = number

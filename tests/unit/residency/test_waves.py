@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -26,20 +28,31 @@ def batch(rng: np.random.Generator, experts: int, top_k: int, tokens: int) -> np
     return ids
 
 
-def run(table: PageTable, ids: np.ndarray, weights: Weights, pair_above: int, force: bool = False):
+def run(
+    table: PageTable,
+    ids: np.ndarray,
+    weights: Weights,
+    pair_above: int,
+    force: bool = False,
+    overlap: bool = False,
+):
     """Plan a step and replay the plan against a naive model of the slots."""
-    contents = table.expert_in.copy()
-    plan = plan_step(ids, table, weights, pair_waves_above=pair_above, force_pairs=force)
+    contents, top_k = table.expert_in.copy(), ids.shape[1]
+    flat = ids.reshape(-1)
+    plan = plan_step(ids, table, weights, pair_waves_above=pair_above, force_pairs=force, overlap=overlap)
     seen: list[int] = []
-    for wave in plan.waves:
-        wanted = set(ids.reshape(-1)[wave.pairs].tolist())
+    for number, wave in enumerate(plan.waves):
+        reads = {s for earlier in plan.waves[wave.after + 1 : number] for s in earlier.slots.tolist()}
         for expert, slot in zip(wave.load_experts, wave.load_slots, strict=True):
-            assert contents[slot] not in wanted, "a load overwrote an expert that its own wave needs"
+            assert contents[slot] not in wave.experts, "a load overwrote an expert that its own wave needs"
             assert expert not in contents, "an expert was loaded while it was resident"
+            assert slot not in reads, "a load need not wait for the last wave that reads its slot"
             contents[slot] = expert
-        assert np.array_equal(contents[wave.slot_ids], ids.reshape(-1)[wave.pairs])
-        seen += wave.pairs.tolist()
-    assert sorted(seen) == np.flatnonzero(ids.reshape(-1) >= 0).tolist(), "each pair is computed once"
+        assert np.array_equal(contents[wave.slots], wave.experts)
+        start, end = wave.tokens
+        slots = wave.slot_of(table.experts)[flat[start * top_k : end * top_k]]
+        seen += (np.flatnonzero(slots >= 0) + start * top_k).tolist()
+    assert sorted(seen) == np.flatnonzero(flat >= 0).tolist(), "each pair is computed once"
     assert np.array_equal(contents, table.expert_in)
     table.check()
     return plan
@@ -60,8 +73,29 @@ def test_every_pair_is_computed_once_from_the_slot_that_holds_its_expert(shape, 
             loads = [e for w in plan.waves for e in w.load_experts]
             assert len(loads) == len(set(loads)), "a pair plan loads no expert twice"
         elif len(plan.waves) > 1:
-            tokens = [set((w.pairs // top_k).tolist()) for w in plan.waves]
-            assert sum(map(len, tokens)) == len(set().union(*tokens)), "a token is in one wave"
+            cuts = [w.tokens[0] for w in plan.waves] + [len(ids)]
+            assert [w.tokens for w in plan.waves] == list(pairwise(cuts)), "a token is in one wave"
+
+
+@settings(max_examples=200, deadline=None)
+@given(layers(), st.integers(0, 2**32 - 1))
+def test_waves_that_overlap_load_beside_the_one_before(shape, seed) -> None:
+    experts, slots, top_k = shape
+    rng = np.random.default_rng(seed)
+    table = PageTable.empty(experts, slots)
+    for _ in range(6):
+        ids = batch(rng, experts, top_k, int(rng.integers(1, 20)))
+        needed, before = set(ids[ids >= 0].tolist()), set(table.expert_in[table.expert_in != EMPTY].tolist())
+        plan = run(table, ids, Weights(), 0, force=bool(rng.random() < 0.2), overlap=True)
+        loads = [e for w in plan.waves for e in w.load_experts]
+        assert sorted(loads) == sorted(needed - before), "what is here is not loaded, and nothing twice"
+        resident = [len(w.load_experts) == 0 for w in plan.waves]
+        assert resident == sorted(resident, reverse=True), "the resident experts come first"
+        for number, wave in enumerate(plan.waves):
+            if slots > 1:
+                assert wave.after < max(number - 1, 0), "loads while the wave before it runs"
+            assert len(wave.load_experts) in {0, len(wave.experts)}
+        assert plan.by_pairs or len(plan.waves) == 1
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,52 @@
+"""On a real GPU: prompts that need every expert, at sizes where Marlin's launches leave blocks out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+from parity import SHORT, ask, prompt
+
+import four_bits
+import zoo
+from vvllm_pager.marlin_blocks import Cuts
+
+pytestmark = pytest.mark.gpu
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 64, 8, 2048, 768
+LONG = 4000
+ROOM: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_batched_tokens": 4096,
+    "kv_cache_memory_bytes": 256 << 20,
+}
+CHUNKS = [{}, {"max_num_batched_tokens": 2048, "enable_chunked_prefill": True}]
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int4", "nvfp4"])
+def test_long_prompts_equal_stock(scheme: str, tmp_path: Path) -> None:
+    """As one step and in chunks; a quarter of the experts in slots, and as many as a token needs."""
+    shape = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
+    path = zoo.make("qwen3_moe", tmp_path / "bf16", num_experts_per_tok=TOP_K, **shape)
+    if scheme != "bf16":
+        path = four_bits.quantize(path, tmp_path / scheme, scheme)
+    batches = [[prompt(LONG, 1)], [SHORT], [prompt(700, 2), prompt(1200, 3)]]
+    for chunks in CHUNKS:
+        arguments = ROOM | chunks | {"moe_backend": "triton" if scheme == "bf16" else "marlin"}
+        reference = ask(path, "qwen3_moe", batches, None, **arguments)
+        for slots in (TOP_K, EXPERTS // 4):
+            answers = ask(path, "qwen3_moe", batches, {"slots": slots, "poison": True}, **arguments)
+            assert answers == reference, (chunks, slots)
+
+
+def test_such_a_prompt_has_blocks_to_leave_out() -> None:
+    """Else the test above would launch all of them every time."""
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    blocks = LONG * TOP_K // 64
+    cuts = Cuts.of(multiprocessors, 64, (2 * WIDTH, HIDDEN))
+    assert blocks - cuts.tail > cuts.stride
