@@ -126,6 +126,8 @@ def _check(step: Step, rng: np.random.Generator, tokens: int, by: str, *, alike:
     out = step(x, weights, ids, padding, by)
     right = x * (weights * torch.from_numpy(ids + 1.0)).sum(1, keepdim=True).float()
     assert torch.allclose(out[~padding], right[~padding], rtol=1e-5)
+    if by == "host" and len(np.unique(ids[~padding])) > SLOTS:
+        assert (out[padding] == 0).all(), "rows that no round computed"
 
 
 @pytest.mark.parametrize("block", [0, 2, 8])
@@ -153,6 +155,7 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
         monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
     monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
+    monkeypatch.setattr(sweep_module, "aligned_by_chance", lambda pairs, experts: pairs > 60)
     rng = np.random.default_rng(block + lane)
     layers: list[Any] = []
     steps = [Step(block, streams, layers) for _ in range(2)]
@@ -161,6 +164,24 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
         for step in steps if number % 4 else steps[:1]:
             _check(step, rng, tokens, "host", alike=number == 5)
     assert streams is None or streams.overlapped
+
+
+@pytest.mark.parametrize("lane", [1, 2])
+def test_what_was_sent_ahead_of_other_experts_is_sent_again(
+    lane: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small batches change what is resident between the sending and the large batch; two lanes are soon full."""
+    monkeypatch.setattr(staging_module, "_MOST_LANES", 2)
+    monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
+    monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
+    rng = np.random.default_rng(lane)
+    layers: list[Any] = []
+    first, second = (Step(0, streams, layers) for _ in range(2))
+    for _ in range(6):
+        _check(first, rng, 20, "host", alike=False)
+        for _ in range(3):
+            _check(second, rng, 2, "device", alike=False)
+        _check(second, rng, 20, "host", alike=False)
 
 
 def _align(

@@ -55,7 +55,7 @@ class Streams:
         self.overlapped = False
         """Whether anything was ever written beside the compute stream while it had not read everything yet."""
         for name, made in (
-            ("Stream", lambda device: _Stream(self)),
+            ("Stream", lambda device, priority=0: _Stream(self)),
             ("Event", _Event),
             ("stream", self._within),
             ("current_stream", lambda device=None: self._current),

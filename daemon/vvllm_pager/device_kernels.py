@@ -1,7 +1,8 @@
 """The two Triton kernels of device-driven paging: *resolve* plans one round of a layer's step, *fill* loads it.
 
 Both run inside the captured decode step: no Python, no synchronisation, fixed addresses. What they do is
-`vvllm_shared.residency.plan_step` with pair waves, by the same table and the same victim formula.
+`vvllm_shared.residency.plan_step` with pair waves that do not overlap, by the same table and the same victim formula.
+*fill* also deals out what the copy engine brought (`vvllm_pager.staging`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Host-driven residency: read what a batch needs, plan, load, compute.
+"""Host-driven residency: read what a batch needs, plan, and let it be loaded and computed.
 
-One synchronisation a layer (the router's ids and the page table come to the host together); what is computed with is
-queued in the order of the compute stream, so a slot is overwritten only after the kernel that read it.
+One synchronisation a layer: the router's ids and the page table come to the host together.
 """
 
 from __future__ import annotations
@@ -35,9 +34,11 @@ class HostResolver:
     def __init__(self, layer: PagedExperts, kernel: SlotKernel | None, paging: Paging) -> None:
         self._layer = layer
         self._paging = paging
-        self._on_cpu = CpuWaves(layer)
         self._sweep: Sweep | None = None
-        if kernel is not None:
+        self._on_cpu: CpuWaves | None = None
+        if kernel is None:
+            self._on_cpu = CpuWaves(layer)
+        else:
             from vvllm_pager.sweep import Sweep
 
             assert paging.staging is not None  # noqa: S101  # made with the slots
@@ -68,11 +69,12 @@ class HostResolver:
             table.weights,
             pair_waves_above=above,
             force_pairs=forced,
-            overlap=self._sweep is not None,
+            overlap=self._sweep is not None and self._sweep.overlaps(ids.size),
         )
         if self._sweep:
             out = self._sweep.run(plan, ids, routed, x, topk_weights, topk_ids, compute)
         else:
+            assert self._on_cpu is not None  # noqa: S101  # one of the two is there
             out = self._on_cpu.run(plan, ids, x, topk_weights, topk_ids, compute)
         if warm_up:
             table.forget_statistics()
@@ -88,10 +90,10 @@ class HostResolver:
         self._layer.pool.table.read()
         if self._sweep and (ahead := self._sweep.next_layer(topk_ids.numel())):
             ahead.pool.table.read()
-        # To the host in the ids' own dtype; this waits for everything queued before it, the tables included.
+        padding = None if mask is None else mask.to("cpu", non_blocking=True)
+        # To the host in the ids' own dtype; this waits for everything queued before it, mask and tables included.
         routed = topk_ids.cpu().numpy().astype(np.int32)
-        ids = routed if mask is None else np.where(mask.cpu().numpy()[:, None], np.int32(-1), routed)
-        return routed, ids
+        return routed, routed if padding is None else np.where(padding.numpy()[:, None], np.int32(-1), routed)
 
     def _count(self, ids: Ints, plan: Plan, step: int) -> None:
         index, paging = self._layer.index, self._paging

@@ -28,7 +28,8 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Blocks:
-    """A batch's pairs sorted by expert, as vLLM's `moe_align_block_size` lays them for all E experts."""
+    """A batch's pairs sorted by expert, as vLLM's `moe_align_block_size` lays them for all E experts, or some of these
+    blocks."""
 
     size: int
     """Rows of a block."""
@@ -54,19 +55,25 @@ class Blocks:
         )
 
 
+_ROWS_AT_ONCE = 8192
+"""That are copied through memory of their own."""
+
+
 class Rounds:
-    """The experts' outputs of a batch, which several kernel calls fill; every call is launched for the whole batch.
+    """The experts' outputs of a batch, which several kernel calls fill.
 
     Args:
         rounds: how many calls.
+        nobody: int64, indices of the pairs that no call computes, where `mine` is indices.
     """
 
     mine: torch.Tensor
     """The pairs of the running call: bool [T, k] where sizes must not depend on the routing, else int64 [n] of their
     indices among T * k."""
 
-    def __init__(self, rounds: int) -> None:
+    def __init__(self, rounds: int, nobody: torch.Tensor | None = None) -> None:
         self._left = rounds
+        self._nobody = nobody
         self._rows: torch.Tensor | None = None
 
     def merge(self, rows: torch.Tensor) -> torch.Tensor | None:
@@ -78,15 +85,25 @@ class Rounds:
         Returns:
             All rows after the last round; nobody's are zero.
         """
-        masked = self.mine.dtype == torch.bool
-        if self._rows is None:
-            self._rows = torch.where(self.mine.unsqueeze(-1), rows, 0) if masked else torch.zeros_like(rows)
-        elif masked:
-            torch.where(self.mine.unsqueeze(-1), rows, self._rows, out=self._rows)
-        if not masked:
-            self._rows.view(-1, rows.shape[-1])[self.mine] = rows.reshape(-1, rows.shape[-1])[self.mine]
+        self._rows = self._masked(rows) if self.mine.dtype == torch.bool else self._indexed(rows)
         self._left -= 1
         return None if self._left else self._rows
+
+    def _masked(self, rows: torch.Tensor) -> torch.Tensor:
+        mine = self.mine.unsqueeze(-1)
+        if self._rows is None:
+            return torch.where(mine, rows, 0)
+        return torch.where(mine, rows, self._rows, out=self._rows)
+
+    def _indexed(self, rows: torch.Tensor) -> torch.Tensor:
+        merged, width = self._rows, rows.shape[-1]
+        if merged is None:
+            merged = torch.empty_like(rows)
+            if self._nobody is not None:
+                merged.view(-1, width)[self._nobody] = 0
+        for mine in self.mine.split(_ROWS_AT_ONCE):
+            merged.view(-1, width)[mine] = rows.view(-1, width)[mine]
+        return merged
 
 
 class SlotKernel:
@@ -124,7 +141,7 @@ class SlotTriton(SlotKernel, TritonExperts):
 
 
 class SlotMarlin(SlotKernel, MarlinExperts):
-    """Marlin cuts the sums over K by where a block lies, so blocks lie where they would with all E experts."""
+    """Marlin cuts the sums over K by where a block lies, so those blocks that it cuts lie as with all E experts."""
 
     def block_size(self, tokens: int, top_k: int, experts: int) -> int:
         """As `fused_marlin_moe` chooses it (marlin_moe.py:342), for all E experts."""
@@ -136,10 +153,12 @@ class SlotMarlin(SlotKernel, MarlinExperts):
         return max(size, 16) if narrow else size
 
     def widths(self) -> tuple[int, ...]:
-        """An expert's width, which vLLM pads to a multiple of 64, and the hidden size."""
+        """Twice an expert's width, where it is gated, and the hidden size. vLLM pads the width to a multiple of 64 or
+        128, by the format (marlin_utils_fp4.py, `padded_N`): here are both."""
         config = self.moe_config
-        wide = -(-config.intermediate_size_per_partition // 64) * 64
-        return wide * (2 if config.activation.is_gated else 1), config.hidden_dim
+        gates = 2 if config.activation.is_gated else 1
+        wide = {-(-config.intermediate_size_per_partition // pad) * pad for pad in (64, 128)}
+        return *(gates * width for width in sorted(wide)), config.hidden_dim
 
     def apply(  # noqa: PLR0917  # vLLM's signature
         self,
@@ -261,6 +280,34 @@ def aligned(size: int, ids: torch.Tensor, experts: int) -> Blocks:
     """The blocks of a batch by expert, as stock aligns it."""
     pairs, owners, filled = moe_align_block_size(ids, size, experts, None, ignore_invalid_experts=True)
     return Blocks(size, pairs, owners, filled)
+
+
+def aligned_by_chance(pairs: int, experts: int) -> bool:
+    """Whether stock's operator ranks an expert's rows by atomic additions, so that which block a row is in changes from
+    run to run (moe_align_sum_kernels.cu)."""
+    return pairs >= 1024 or experts > 64
+
+
+def aligned_in_order(size: int, ids: torch.Tensor, experts: int) -> Blocks:
+    """As `aligned`, and the rows of an expert are in the order of the batch: the same blocks in every run."""
+    pairs = ids.numel()
+    flat = ids.flatten().long()
+    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
+    order = flat.argsort(stable=True)
+    of_row = flat[order]
+    counts = flat.new_zeros(experts + 1)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    blocks = (counts[:experts] + size - 1) // size
+    ends = blocks.cumsum(0)
+    empty = Blocks.empty(size, pairs, experts, ids.device)
+    # What is nobody's goes behind the end.
+    first = torch.cat([(ends - blocks) * size, ends.new_full((1,), len(empty.pairs))])
+    place = torch.arange(pairs, device=ids.device) - (counts.cumsum(0) - counts)[of_row] + first[of_row]
+    laid = torch.full((len(empty.pairs) + pairs,), pairs, dtype=torch.int32, device=ids.device)
+    laid[place] = order.int()
+    numbers = torch.arange(len(empty.owners), device=ids.device)
+    owners = torch.searchsorted(ends, numbers, right=True).clamp(max=experts - 1)
+    return Blocks(size, laid[: len(empty.pairs)], owners.int(), (ends[-1:] * size).int())
 
 
 def on_slots(blocks: Blocks, ids: torch.Tensor, slots: torch.Tensor, experts: int) -> Blocks:

@@ -186,11 +186,13 @@ class Paging:
             layer.warm_up()
         slot_bytes = sum(layer.slots * layer.layout.bundle_bytes for layer in self.layers)
         log.info(
-            "Paged experts: %d layers, %s of %s experts in slots, %.2f GiB of slots, %.2f GiB in the host store",
+            "Paged experts: %d layers, %s of %s experts in slots, %.2f GiB of slots, %.2f GiB of lanes, "
+            "%.2f GiB in the host store",
             len(self.layers),
             "/".join(map(str, sorted({layer.slots for layer in self.layers}))),
             "/".join(map(str, sorted({layer.experts for layer in self.layers}))),
             slot_bytes / limits.GIB,
+            (self.staging.nbytes if self.staging else 0) / limits.GIB,
             self.store.nbytes / limits.GIB,
         )
 

@@ -40,7 +40,7 @@ class SlotPool:
         """For *fill*: int64 [tiles, 5], see there."""
 
     def load(self, experts: Ints, slots: Ints) -> None:
-        """Copy bundles into slots, in the order of the compute stream. The table is the caller's to keep."""
+        """Copy bundles into slots, on the CPU backend. The table is the caller's to keep."""
         for expert, slot in zip(experts.tolist(), slots.tolist(), strict=True):
             for rows, part in self._rows:
                 record = self.store[expert, part.offset : part.offset + part.nbytes]

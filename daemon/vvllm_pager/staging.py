@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +21,9 @@ from vvllm_shared.residency.page_table import Ints
 
 _LANE_BYTES = 16 << 20
 """From here on the copy engine is at its full speed (54 GB/s on PCIe 5.0 x16; 1 MiB: 47)."""
-_LANES = 6
-"""What the link moves while a layer's attention runs and its batch is planned; fewer than one slot of a 30B model's
-layers in four bits."""
+_MOST_BYTES, _MOST_LANES = 96 << 20, 6
+"""What the link moves while a layer's attention runs and its batch is planned; less than one slot of a 30B model's
+layers in four bits. Two lanes there are in any case."""
 _DEALERS, _DEALER_WARPS = 64, 8
 
 
@@ -44,9 +43,13 @@ class _Piece:
 class _Lane:
     memory: torch.Tensor
     """uint8, room for at least one record."""
-    arrived: Any = field(default_factory=lambda: torch.cuda.Event())
-    released: Any = None
+    arrived: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # noqa: PLW0108  # tests replace it
+    released: torch.cuda.Event | None = None
     """When its last content had been dealt out; None where it never had one, or nobody wanted it."""
+
+
+Place = tuple[_Piece, int]
+"""Where a record is: its piece, and its number within it."""
 
 
 class Staging:
@@ -59,8 +62,13 @@ class Staging:
 
     def __init__(self, record_bytes: int, device: torch.device) -> None:
         size = max(_LANE_BYTES, record_bytes)
-        self._idle = deque(_Lane(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(_LANES))
-        self._copies, self._deals = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        lanes = max(2, min(_MOST_LANES, _MOST_BYTES // size))
+        self.nbytes = lanes * size
+        """In VRAM."""
+        self._idle = deque(_Lane(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(lanes))
+        self._copies = torch.cuda.Stream(device)
+        # An expert kernel takes all multiprocessors: what is small and waited for goes first.
+        self._deals = torch.cuda.Stream(device, priority=-1)
         self._waiting: deque[_Piece] = deque()
         self._sent: deque[_Piece] = deque()
         # Numbers of records, and how many: *fill* reads them from memory.
@@ -79,7 +87,7 @@ class Staging:
             self._waiting.append(_Piece(pool, piece, len(piece)))
         self._pump()
 
-    def expect(self, pool: SlotPool, experts: Ints) -> list[tuple[_Piece, int]]:
+    def expect(self, pool: SlotPool, experts: Ints) -> list[Place]:
         """Where each of these records is or will be; what was sent for nothing makes room.
 
         Args:
@@ -115,11 +123,11 @@ class Staging:
 
     def deal(
         self,
-        places: Sequence[tuple[_Piece, int]],
+        places: Sequence[Place],
         numbers: torch.Tensor,
         slots: torch.Tensor,
-        after: Any,
-    ) -> Any:
+        after: torch.cuda.Event,
+    ) -> torch.cuda.Event:
         """Deal records out to slots.
 
         Args:

@@ -1,20 +1,31 @@
 """Host-driven rounds on a GPU: bundles arrive while others are computed with.
 
 Every round launches the kernel so that the rows of its experts come out as stock's launch for the whole batch would
-give them; the rows are merged, and vLLM's own sum is taken once.
+give them; the rows are merged, and vLLM's own sum is taken once. Bundles are dealt out on a stream of their own, and
+events keep them from slots that are still read.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from vvllm_pager.kernel import Blocks, Compute, Rounds, SlotKernel, aligned, one_call, stock_launch
+from vvllm_pager.kernel import (
+    Blocks,
+    Compute,
+    Rounds,
+    SlotKernel,
+    aligned,
+    aligned_by_chance,
+    aligned_in_order,
+    one_call,
+    stock_launch,
+)
 from vvllm_pager.marlin_blocks import Cuts
-from vvllm_pager.staging import Staging
+from vvllm_pager.staging import Place, Staging
 from vvllm_shared.residency import EMPTY, Plan
 from vvllm_shared.residency.page_table import Ints
 
@@ -49,6 +60,54 @@ class _Launches:
     """How many pairs each round has, and how many none has."""
 
 
+class _Loading:
+    """Deals out the bundles of a plan's rounds, each round's as soon as its slots have been read for the last time.
+
+    Args:
+        places: of all bundles, in order.
+        stream: what computes.
+    """
+
+    def __init__(
+        self,
+        staging: Staging,
+        plan: Plan,
+        places: list[Place],
+        launches: _Launches,
+        stream: torch.cuda.Stream,
+    ) -> None:
+        self._staging = staging
+        self._waves = plan.waves
+        self._places = places
+        self._launches = launches
+        self._stream = stream
+        self._read = [stream.record_event()]
+        """Behind the upload, and then behind each round."""
+        self._ready: list[torch.cuda.Event | None] = []
+        """Of each round that has been dealt out; None without bundles."""
+
+    def wait_for(self, number: int) -> None:
+        """Let the stream wait for a round's bundles, before that round is queued."""
+        ready, waves = self._ready, self._waves
+        while len(ready) < len(waves) and waves[len(ready)].after < number:
+            ready.append(self._deal(len(ready)))
+        if (event := ready[number]) is not None:
+            self._stream.wait_event(event)
+
+    def computed(self) -> None:
+        """The next round has been queued."""
+        self._read.append(self._stream.record_event())
+
+    def _deal(self, number: int) -> torch.cuda.Event | None:
+        wave, launches = self._waves[number], self._launches
+        count = len(wave.load_experts)
+        if not count:
+            return None
+        mine, self._places = self._places[:count], self._places[count:]
+        after = self._read[wave.after + 1]
+        return self._staging.deal(mine, launches.numbers[number], launches.load_slots[number], after)
+
+
 class Sweep:
     """Computes the plans of one layer.
 
@@ -64,6 +123,11 @@ class Sweep:
         self._kernel = kernel
         self._paging = paging
         self._staging = staging
+
+    def overlaps(self, pairs: int) -> bool:
+        """Whether a batch of so many pairs is to be loaded while it is computed: smaller ones have little to hide
+        behind, and more rounds cost them more."""
+        return pairs >= _NEARLY_ALL * self._layer.experts
 
     def next_layer(self, pairs: int) -> PagedExperts | None:
         """The layer after this one, where a batch of so many pairs is going to need nearly all of its experts."""
@@ -87,42 +151,39 @@ class Sweep:
             routed: [T, k] as the router gave them, to rows of padding too.
             x, weights, ids, compute: as in `HostResolver.run`.
         """
-        layer, kernel, waves = self._layer, self._kernel, plan.waves
+        layer, kernel = self._layer, self._kernel
         tokens, top_k = ids.shape
         size = kernel.block_size(tokens, top_k, layer.experts)
-        places = self._staging.expect(layer.pool, np.concatenate([w.load_experts for w in waves]))
+        loads = [wave.load_experts for wave in plan.waves]
+        places = self._staging.expect(layer.pool, np.concatenate(loads))
         launches = self._upload(plan, [number for _, number in places], host_ids, routed, size)
-        by_expert = aligned(size, ids, layer.experts) if size else None
-        rounds = Rounds(len(waves)) if plan.by_pairs else None
-        pairs = launches.ids.flatten().long()
-        mine = launches.round_of[pairs].argsort(stable=True).split(launches.pairs) if rounds else ()
+        by_expert = self._align(size, ids) if size else None
+        pairs = launches.ids.long()
+        mine = launches.round_of[pairs].argsort(stable=True).split(launches.pairs) if plan.by_pairs else ()
+        rounds = Rounds(len(plan.waves), mine[-1]) if mine else None
         stream = torch.cuda.current_stream(x.device)
-        read = [stream.record_event()]  # behind the upload, and then behind each round
-        ready: list[Any] = []
+        loading = _Loading(self._staging, plan, places, launches, stream)
         out = x
         with stock_launch(layer, x, top_k):
-            for number, wave in enumerate(waves):
-                # As far ahead as slots have been read for the last time.
-                while len(ready) < len(waves) and waves[len(ready)].after < number:
-                    ahead = waves[len(ready)]
-                    count = len(ahead.load_experts)
-                    arguments = launches.numbers[len(ready)], launches.load_slots[len(ready)]
-                    ready.append(self._staging.deal(places[:count], *arguments, read[ahead.after + 1]))
-                    places = places[count:]
-                if len(wave.load_experts):
-                    stream.wait_event(ready[number])
+            for number in range(len(plan.waves)):
+                loading.wait_for(number)
                 if rounds:
                     rounds.mine = mine[number]
                 blocks = self._blocks(by_expert, launches, number) if by_expert else None
                 slots = ids if blocks else launches.slot_of[number][pairs].view(tokens, top_k)
                 with one_call(kernel, blocks, rounds):
                     out = compute(x, weights, slots)
-                read.append(stream.record_event())
-        if ahead_layer := self.next_layer(ids.numel()):
+                loading.computed()
+        if ahead := self.next_layer(ids.numel()):
             # Travels while that layer's attention runs.
-            pool = ahead_layer.pool
-            self._staging.send(pool, np.flatnonzero(pool.table.host.slot_of == EMPTY).astype(np.int32))
+            away = np.flatnonzero(ahead.pool.table.host.slot_of == EMPTY)
+            self._staging.send(ahead.pool, away.astype(np.int32))
         return out
+
+    def _align(self, size: int, ids: torch.Tensor) -> Blocks:
+        experts = self._layer.experts
+        align = aligned_in_order if aligned_by_chance(ids.numel(), experts) else aligned
+        return align(size, ids, experts)
 
     def _upload(self, plan: Plan, numbers: list[int], host_ids: Ints, routed: Ints, size: int) -> _Launches:
         """All of it in one copy."""

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vvllm_pager import kernel
-from vvllm_pager.kernel import Blocks, Rounds, on_slots, put_on_slots
+from vvllm_pager.kernel import Blocks, Rounds, aligned_in_order, on_slots, put_on_slots
 from vvllm_shared.errors import UnsupportedError
 
 EXPERTS = 6
@@ -38,9 +38,32 @@ def test_blocks_of_this_round_are_on_their_slots_and_the_others_on_one_that_is_l
         assert slot in (mine or used or {0})
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 8, 16]))
+def test_blocks_in_order_are_a_layout_that_stock_may_give(seed: int, size: int) -> None:
+    """Each expert's pairs, in the batch's order, in as few blocks as they need; nobody's in none."""
+    rng = np.random.default_rng(seed)
+    ids = rng.integers(-1, EXPERTS + 1, (int(rng.integers(1, 40)), 3)).astype(np.int32)
+    blocks = aligned_in_order(size, torch.from_numpy(ids), EXPERTS)
+    empty = Blocks.empty(size, ids.size, EXPERTS, torch.device("cpu"))
+    assert (len(blocks.pairs), len(blocks.owners)) == (len(empty.pairs), len(empty.owners))
+    at = 0
+    for expert in range(EXPERTS):
+        mine = np.flatnonzero(ids.reshape(-1) == expert).tolist()
+        for start in range(0, len(mine), size):
+            rows = mine[start : start + size]
+            assert blocks.owners[at] == expert
+            assert blocks.pairs[at * size : (at + 1) * size].tolist() == rows + [ids.size] * (
+                size - len(rows)
+            )
+            at += 1
+    assert blocks.filled.tolist() == [at * size]
+    assert all(tensor.dtype == torch.int32 for tensor in (blocks.pairs, blocks.owners, blocks.filled))
+
+
 @pytest.mark.parametrize("by", ["mask", "index"])
 def test_rounds_keep_each_pair_from_the_round_that_has_its_expert(by: str) -> None:
-    rounds = Rounds(2)
+    rounds = Rounds(2, torch.tensor([3]))
     nan = float("nan")
     first = torch.tensor([[[1.0], [nan]], [[nan], [nan]]])
     second = torch.tensor([[[nan], [2.0]], [[3.0], [nan]]])

@@ -68,7 +68,7 @@ def test_what_depends_on_the_chunk_in_nvfp4_is_undone_by_each_experts_own_scale(
 
 
 def test_the_cpus_build_is_chosen_by_avx_512() -> None:
-    """`host_resolver._add_on_cpu` adds as the chosen build does."""
+    """`cpu_waves._add_on_cpu` adds as the chosen build does."""
     text = source("vllm.platforms.cpu")
     choice = text[text.index("def import_kernels") :]
     order = [

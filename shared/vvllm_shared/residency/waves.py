@@ -10,8 +10,8 @@ A batch whose distinct experts fit the slots is one wave. Otherwise it is cut:
 Which of the two is a matter of the batch's size alone, never of what happens to be resident: a result must not
 depend on the cache.
 
-Where one wave can be loaded while another is computed, pair waves *overlap*: the resident experts are waves of their
-own, the others follow in groups of half the slots, and no wave takes a slot that the one before it reads.
+Where one wave can be loaded while another is computed, pair waves may *overlap*: the resident experts are waves of
+their own, the others follow in groups of half the slots, and no wave takes a slot that the one before it reads.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def plan_step(
         weights: the victim formula's.
         pair_waves_above: batches of more tokens than this are cut into pair waves, smaller ones into token waves.
         force_pairs: pair waves even where one call would do (to measure the memory that they need).
-        overlap: see above; then a batch that fits the slots is pair waves too, unless all of it is resident.
+        overlap: see above; of pair waves alone.
 
     Returns:
         The waves in order. No pairs at all is one wave without experts.
@@ -104,10 +104,9 @@ def plan_step(
 
     by_pairs = force_pairs
     everyone = (0, ids.shape[0])
-    fits = int(np.count_nonzero(needed)) <= table.slots
-    if not force_pairs and fits and (not overlap or np.array_equal(needed, resident)):
+    if not force_pairs and int(np.count_nonzero(needed)) <= table.slots:
         waves = [_wave(needed, needed, everyone, table, weights)]
-    elif force_pairs or overlap or ids.shape[0] > pair_waves_above:
+    elif force_pairs or ids.shape[0] > pair_waves_above:
         by_pairs = True
         groups = (
             _overlapping(needed, resident, table.slots) if overlap else _full(needed, resident, table.slots)

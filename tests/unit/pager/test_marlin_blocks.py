@@ -8,21 +8,20 @@ from hypothesis import strategies as st
 
 from vvllm_pager.marlin_blocks import Cuts
 
-K_TILES = 12
 
-
-def cut(blocks: int, columns: int, grid: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Where the kernel cuts K, for each tile of each block (marlin_template.h; iters without groups)."""
+def cut(blocks: int, columns: int, grid: int, k_tiles: int, group: int) -> list[tuple[tuple[int, ...], ...]]:
+    """Where the kernel cuts K, for each tile of each block (marlin_template.h); stripes are multiples of `group`."""
     tiles = blocks * columns
     end = tiles
     if tiles > grid:
         end = tiles % grid
         end += grid if end * 3 <= grid else 0
-    iters = -(-K_TILES * end // grid)
+    iters = -(-k_tiles * end // grid)
+    iters = group * -(-iters // group)
     cuts: list[tuple[int, ...]] = [()] * (tiles - end)
     for tile in range(end):
-        at = K_TILES * tile
-        cuts.append(tuple(x - at for x in range(0, K_TILES * end, iters) if at < x < at + K_TILES))
+        at = k_tiles * tile
+        cuts.append(tuple(x - at for x in range(0, k_tiles * end, iters) if at < x < at + k_tiles))
     return [tuple(cuts[block * columns : (block + 1) * columns]) for block in range(blocks)]
 
 
@@ -33,10 +32,17 @@ def cut(blocks: int, columns: int, grid: int) -> list[tuple[tuple[int, ...], ...
     st.lists(st.sampled_from([64, 128, 192, 512, 1536, 2048]), min_size=1, max_size=2),
     st.integers(1, 900),
     st.floats(0, 1),
+    st.sampled_from([(6, 1), (12, 1), (12, 2), (32, 4)]),
     st.integers(0, 2**32 - 1),
 )
 def test_a_launch_cuts_the_blocks_that_it_is_for_as_the_whole_batch_does(
-    multiprocessors: int, size: int, widths: list[int], blocks: int, share: float, seed: int
+    multiprocessors: int,
+    size: int,
+    widths: list[int],
+    blocks: int,
+    share: float,
+    depth: tuple[int, int],
+    seed: int,
 ) -> None:
     mine = np.random.default_rng(seed).random(blocks) < share
     kept = Cuts.of(multiprocessors, size, widths).keep(mine)
@@ -47,8 +53,8 @@ def test_a_launch_cuts_the_blocks_that_it_is_for_as_the_whole_batch_does(
             for columns in (64, 128, 256):
                 if width % columns:
                     continue
-                whole = cut(blocks, width // columns, multiprocessors * each)
-                launch = cut(len(kept), width // columns, multiprocessors * each)
+                whole = cut(blocks, width // columns, multiprocessors * each, *depth)
+                launch = cut(len(kept), width // columns, multiprocessors * each, *depth)
                 for place, block in enumerate(kept.tolist()):
                     assert not mine[block] or launch[place] == whole[block]
 

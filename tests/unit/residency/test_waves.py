@@ -89,13 +89,15 @@ def test_waves_that_overlap_load_beside_the_one_before(shape, seed) -> None:
         plan = run(table, ids, Weights(), 0, force=bool(rng.random() < 0.2), overlap=True)
         loads = [e for w in plan.waves for e in w.load_experts]
         assert sorted(loads) == sorted(needed - before), "what is here is not loaded, and nothing twice"
+        if not plan.by_pairs:
+            assert len(plan.waves) == 1, "what fits is one wave"
+            continue
         resident = [len(w.load_experts) == 0 for w in plan.waves]
         assert resident == sorted(resident, reverse=True), "the resident experts come first"
         for number, wave in enumerate(plan.waves):
             if slots > 1:
                 assert wave.after < max(number - 1, 0), "loads while the wave before it runs"
             assert len(wave.load_experts) in {0, len(wave.experts)}
-        assert plan.by_pairs or len(plan.waves) == 1
 
 
 @settings(max_examples=100, deadline=None)
