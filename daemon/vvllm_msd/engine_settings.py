@@ -15,6 +15,7 @@ from typing import Any
 
 from vvllm_msd.config import DaemonConfig
 from vvllm_msd.device_options import graph_options
+from vvllm_msd.prefill_chunk import Widths, chunk_tokens
 from vvllm_shared.errors import CheckpointError, ConfigError
 from vvllm_shared.limits import GIB
 
@@ -76,6 +77,7 @@ class ModelFacts:
         chat_template: "" where it has none.
         multimodal: it has a vision part.
         slot_bytes: what one slot in each layer takes together, at least; 0 where that is not known.
+        hidden_size, expert_width: of its layers and of one routed expert; 0 where it does not say.
     """
 
     model_type: str
@@ -85,6 +87,8 @@ class ModelFacts:
     chat_template: str = ""
     multimodal: bool = False
     slot_bytes: int = 0
+    hidden_size: int = 0
+    expert_width: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,13 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
         options["reasoning_parser"] = reasoning
     if tools := _parser(config.server.tool_parser, facts, lambda family: family.tools):
         options |= {"tool_call_parser": tools, "enable_auto_tool_choice": True}
-    graphs = graph_options(config.engine, _sure_slots(cache, facts), facts.top_k, config.server.max_num_seqs)
-    return EngineSettings(options, graphs, cache, _settings(config, options, cache), warnings)
+    slots = _sure_slots(cache, facts)
+    on_gpu: dict[str, Any] = graph_options(config.engine, slots, facts.top_k, config.server.max_num_seqs)
+    if facts.slot_bytes and facts.hidden_size and facts.expert_width:
+        widths = Widths(facts.experts, facts.top_k, facts.hidden_size, facts.expert_width)
+        chunk = chunk_tokens(widths, slots, facts.slot_bytes, options["max_model_len"])
+        on_gpu["max_num_batched_tokens"] = max(chunk, config.server.max_num_seqs)
+    return EngineSettings(options, on_gpu, cache, _settings(config, options, cache), warnings)
 
 
 def _sure_slots(cache: dict[str, int | float], facts: ModelFacts) -> int:
@@ -247,6 +256,8 @@ def read_facts(directory: Path, experts: int, top_k: int, slot_bytes: int = 0) -
     config = _json(directory / "config.json")
     text = config.get("text_config") or config
     lengths = (table.get("max_position_embeddings") for table in (text, config))
+    widths = (text.get(key) for key in ("moe_intermediate_size", "intermediate_size"))
+    hidden = text.get("hidden_size")
     return ModelFacts(
         model_type=str(config.get("model_type", "")),
         experts=experts,
@@ -255,6 +266,8 @@ def read_facts(directory: Path, experts: int, top_k: int, slot_bytes: int = 0) -
         chat_template=_chat_template(directory),
         multimodal="vision_config" in config,
         slot_bytes=slot_bytes,
+        hidden_size=hidden if isinstance(hidden, int) else 0,
+        expert_width=next((width for width in widths if isinstance(width, int)), 0),
     )
 
 

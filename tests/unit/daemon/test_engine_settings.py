@@ -169,6 +169,14 @@ def test_parsers_can_be_chosen_and_switched_off() -> None:
     assert options["tool_call_parser"] == "hf"
 
 
+def test_the_size_of_a_prefill_step_is_set_where_the_checkpoint_says_enough() -> None:
+    """At the shape of Qwen3-30B-A3B in four bits."""
+    facts = replace(FACTS, slot_bytes=48 * 2_650_000, hidden_size=2048, expert_width=768)
+    given = config(cache__slots="32")
+    assert engine_settings(given, facts).on_gpu["max_num_batched_tokens"] == 4096
+    assert "max_num_batched_tokens" not in engine_settings(given, FACTS).on_gpu
+
+
 # Reading the facts
 
 
@@ -179,8 +187,10 @@ def checkpoint(directory: Path, **files: object) -> Path:
 
 
 def test_facts_of_a_text_model(tmp_path: Path) -> None:
-    checkpoint(tmp_path, config={"model_type": "qwen3_moe", "max_position_embeddings": 100})
-    assert read_facts(tmp_path, 128, 8) == ModelFacts("qwen3_moe", 128, 8, 100)
+    sizes = {"hidden_size": 64, "intermediate_size": 9, "moe_intermediate_size": 32}
+    checkpoint(tmp_path, config={"model_type": "qwen3_moe", "max_position_embeddings": 100, **sizes})
+    facts = read_facts(tmp_path, 128, 8)
+    assert facts == ModelFacts("qwen3_moe", 128, 8, 100, hidden_size=64, expert_width=32)
 
 
 def test_facts_of_a_multimodal_model(tmp_path: Path) -> None:
