@@ -81,7 +81,7 @@ def test_steps_of_host_and_device_may_alternate() -> None:
 
 def test_a_warm_up_run_loads_and_leaves_no_statistics() -> None:
     beside = Beside(8, 4, Weights(), device=DEVICE)
-    slots, *_ = beside.resolve(np.array([[1, 2]], np.int32), None, 0, 1, live=0)
+    slots, *_ = beside.resolve(np.array([[1, 2]], np.int32), None, 0, 1, live=False)
     assert slots.tolist() == [0, 1]
     beside.read()
     host = beside.table.host
@@ -96,7 +96,7 @@ def test_rows_of_padding_alone_do_nothing() -> None:
     slots, _, _, filled = beside.resolve(ids, np.ones(2, bool), 0, 1, block=8)
     assert slots.tolist() == [-1] * 4
     beside.read()
-    assert (int(beside.misses), int(filled), beside.table.host.step) == (0, 0, 0)
+    assert (beside.misses, int(filled), beside.table.host.step) == (0, 0, 0)
     assert beside.reader.take() is None
 
 

@@ -2,25 +2,47 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-import triton
 
-from vvllm_pager.device_kernels import resolve
-from vvllm_pager.device_resolver import starts_early
+from vvllm_pager import device_resolver
+from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.device_table import DeviceTable
 from vvllm_pager.kernel import Blocks
 from vvllm_pager.ring import Ring, RingReader
 from vvllm_shared.residency import PageTable, Weights, plan_step
 
 _GUARD = -7
+_BEHIND = 64
+"""Words behind a kernel's output that nothing may write."""
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 
 
+class _GuardedBlocks:
+    """`Blocks`, of which the memory goes on behind what the kernel has."""
+
+    def __init__(self) -> None:
+        self._guards: list[torch.Tensor] = []
+
+    def empty(self, size: int, pairs: int, experts: int, device: torch.device) -> Blocks:
+        def guarded(tensor: torch.Tensor) -> torch.Tensor:
+            memory = torch.full((len(tensor) + _BEHIND,), _GUARD, dtype=torch.int32, device=device)
+            self._guards.append(memory[len(tensor) :])
+            return memory[: len(tensor)]
+
+        made = Blocks.empty(size, pairs, experts, device)
+        return Blocks(size, guarded(made.pairs), guarded(made.owners), guarded(made.filled))
+
+    def check(self) -> None:
+        assert all((guard == _GUARD).all() for guard in self._guards), "written past what the kernel has"
+
+
 class Beside:
-    """A device table that *resolve* keeps, and a host's that `plan_step` keeps, of the same layer."""
+    """A device table that the pager keeps by *resolve*, and a host's that `plan_step` keeps, of the same layer."""
 
     def __init__(
         self,
@@ -29,66 +51,48 @@ class Beside:
         weights: Weights,
         bias: list[float] | None = None,
         device: str = "cpu",
-        warps: int = 1,
+        warps: int | None = None,
     ) -> None:
-        self.experts, self.slots, self.weights = experts, slots, weights
-        self.device, self.warps = torch.device(device), warps
-        self.early = starts_early(self.device)
+        self.experts, self.slots, self.weights, self.warps = experts, slots, weights, warps
+        self.device = torch.device(device)
         self.table = DeviceTable(experts, slots, self.device)
         self.table.advise(weights, bias)
         self.planned = PageTable.empty(experts, slots)
         self.planned.bias[:] = 0.0 if bias is None else bias
-        self.ring = Ring(self.device, entries=8, ids=64)
-        self.reader = RingReader(self.ring.words.numpy())
-        self.misses = self.words(1)
-        self.miss_experts, self.miss_slots = self.words(slots), self.words(slots)
-        self.scratch = self.words(experts), self.words(slots), self.words(2 * experts)
+        self.scratch = Scratch(experts, slots, self.device)
+        self.scratch.ring = Ring(self.device, entries=8, ids=64)
+        self.reader = RingReader(self.scratch.ring.words.numpy())
+        pool = SimpleNamespace(table=self.table)
+        layer: Any = SimpleNamespace(pool=pool, experts=experts, slots=slots, index=3)
+        unused: Any = None
+        self._resolver = DeviceResolver(layer, unused, unused, self.scratch)
 
-    def words(self, count: int, value: int = 0) -> torch.Tensor:
-        return torch.full((count,), value, dtype=torch.int32, device=self.device)
+    @property
+    def misses(self) -> int:
+        """Of the last round."""
+        return int(self.scratch.misses)
 
     def resolve(
-        self, ids: Ids, padding: np.ndarray | None, number: int, rounds: int, block: int = 0, live: int = 1
+        self,
+        ids: Ids,
+        padding: np.ndarray | None,
+        number: int,
+        rounds: int,
+        block: int = 0,
+        live: bool = True,
     ) -> tuple[torch.Tensor, ...]:
         """One round; returns slots [N], and with `block` the blocks' pairs, owners and filled."""
-        table = self.table.device
-        count = ids.size
-        out = self.words(count, -7)
-        blocks, room = self._room(count, block)
-        mask = torch.from_numpy(padding).to(self.device).view(torch.uint8) if padding is not None else out
-        resolve[(1,)](
-            torch.from_numpy(ids.reshape(-1)).to(self.device),
-            mask,
-            table["last_used"].view(torch.int64),
-            *(table[n] for n in ("heat", "bias", "weights", "clock", "counted", "slot_of", "expert_in")),
-            *self.scratch,
-            *(self.miss_experts, self.miss_slots, self.misses),
-            *(out, *blocks),
-            *(self.ring.words, self.ring.head),
-            *(count, ids.shape[1], number, live, 3, 0),
-            E=self.experts,
-            S=self.slots,
-            EP=triton.next_power_of_2(self.experts),
-            SP=triton.next_power_of_2(self.slots),
-            NP=triton.next_power_of_2(count),
-            ROUNDS=rounds,
-            MASKED=padding is not None,
-            BLOCK=block,
-            ENTRIES=self.ring.entries,
-            RING_IDS=self.ring.ids,
-            EARLY=self.early,
-            launch_pdl=self.early,
-            num_warps=self.warps,
-        )
-        for memory, used in zip(blocks, room, strict=True):
-            assert (memory[used:] == _GUARD).all(), "written past what the kernel has"
-        return (out.cpu(), *(memory[:used].cpu() for memory, used in zip(blocks, room, strict=True)))
-
-    def _room(self, pairs: int, block: int) -> tuple[list[torch.Tensor], list[int]]:
-        """Blocks as large as the pager makes them, each with a guard behind it."""
-        blocks = Blocks.empty(max(block, 1), pairs, self.experts, self.device)
-        room = [len(memory) for memory in (blocks.pairs, blocks.owners, blocks.filled)]
-        return [self.words(size + 64, _GUARD) for size in room], room
+        guarded = _GuardedBlocks()
+        one_warp = {None: device_resolver._ONE_WARP, 1: 1 << 20}.get(self.warps, 0)
+        mask = None if padding is None else torch.from_numpy(padding).to(self.device)
+        on_device = torch.from_numpy(ids).to(self.device)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(device_resolver, "Blocks", guarded)
+            patch.setattr(device_resolver, "_ONE_WARP", one_warp)
+            slots, blocks = self._resolver._resolve(on_device, mask, number, rounds, block, live, 0)
+        guarded.check()
+        found = (blocks.pairs, blocks.owners, blocks.filled) if blocks else ()
+        return (slots.flatten().cpu(), *(tensor.cpu() for tensor in found))
 
     def read(self) -> None:
         """Bring the device's table to `table.host`."""
@@ -105,14 +109,14 @@ class Beside:
         rounds = -(-min(ids.size, self.experts) // self.slots)
         for number in range(rounds):
             slots, *blocks = self.resolve(ids, padding, number, rounds, block)
-            count = int(self.misses)
+            count = self.misses
             wave = plan.waves[number] if number < len(plan.waves) else None
             expected = np.full(ids.size, -1)
             if wave is None:
                 assert count == 0
             else:
-                assert self.miss_experts[:count].tolist() == wave.load_experts.tolist()
-                assert self.miss_slots[:count].tolist() == wave.load_slots.tolist()
+                assert self.scratch.miss_experts[:count].tolist() == wave.load_experts.tolist()
+                assert self.scratch.miss_slots[:count].tolist() == wave.load_slots.tolist()
                 expected = wave.slot_of(self.experts)[valid.reshape(-1)]
             assert slots.tolist() == expected.tolist()
             if block:
