@@ -14,6 +14,7 @@ from vllm.forward_context import get_forward_context, set_forward_context
 from kernel_checks import DEVICE
 from resolve_driver import random_step
 from streams import Streams
+from vvllm_pager import blocks as blocks_module
 from vvllm_pager import kernel as kernel_module
 from vvllm_pager import staging as staging_module
 from vvllm_pager import sweep as sweep_module
@@ -136,7 +137,7 @@ def test_a_step_computes_each_token_with_its_experts(
 ) -> None:
     """In one to four rounds, by device and host in turns; blocks of two have experts with more rows than one."""
     if block and DEVICE == "cpu":
-        monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
+        monkeypatch.setattr(blocks_module, "moe_align_block_size", _align)
     rng = np.random.default_rng(block)
     step = Step(block, streams, [])
     for number in range(14):
@@ -152,7 +153,7 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
     """Two layers in turns, each sending for the next one; lanes of one, two and all records; small batches between,
     for which was sent what nobody wants."""
     if block and DEVICE == "cpu":
-        monkeypatch.setattr(kernel_module, "moe_align_block_size", _align)
+        monkeypatch.setattr(blocks_module, "moe_align_block_size", _align)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
     monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
     monkeypatch.setattr(sweep_module, "aligned_by_chance", lambda pairs, experts: pairs > 60)

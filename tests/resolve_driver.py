@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from vvllm_pager import device_resolver
+from vvllm_pager.blocks import Blocks
 from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.device_table import DeviceTable
-from vvllm_pager.kernel import Blocks
 from vvllm_pager.ring import Ring, RingReader
 from vvllm_shared.residency import PageTable, Weights, plan_step
 

@@ -12,8 +12,9 @@ import torch
 import triton
 
 from vvllm_pager import forward
+from vvllm_pager.blocks import Blocks, aligned, on_slots
 from vvllm_pager.device_kernels import fill, resolve
-from vvllm_pager.kernel import Blocks, Compute, Rounds, SlotKernel, aligned, on_slots, one_call, stock_launch
+from vvllm_pager.kernel import Compute, Rounds, SlotKernel, one_call, stock_launch
 from vvllm_pager.ring import Ring
 from vvllm_pager.slot_pool import TILE_BYTES
 

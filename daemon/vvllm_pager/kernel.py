@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +13,9 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts, _fused_marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
-from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size
 from vllm.scalar_type import ScalarType
 
+from vvllm_pager.blocks import Blocks
 from vvllm_shared.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -24,35 +23,6 @@ if TYPE_CHECKING:
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """`RoutedExperts.forward_modular`: (x [t, H], weights [t, k], ids [t, k]) to [t, H]."""
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """A batch's pairs sorted by expert, as vLLM's `moe_align_block_size` lays them for all E experts, or some of these
-    blocks."""
-
-    size: int
-    """Rows of a block."""
-    pairs: torch.Tensor
-    """int32, the pairs by block; T * k fills a block up."""
-    owners: torch.Tensor
-    """int32, each block's expert, or the slot of it."""
-    filled: torch.Tensor
-    """int32 [1], how much of `pairs` is filled; 0 computes nothing."""
-
-    @classmethod
-    def empty(cls, size: int, pairs: int, experts: int, device: torch.device) -> Blocks:
-        """Room for `pairs` pairs, as much as vLLM takes (moe_align_block_size.py:140)."""
-        length = pairs + experts * (size - 1)
-        if pairs < experts:
-            length = min(pairs * size, length)
-        kind = {"dtype": torch.int32, "device": device}
-        return cls(
-            size,
-            torch.empty(length, **kind),
-            torch.empty(-(-length // size), **kind),
-            torch.empty(1, **kind),
-        )
 
 
 _ROWS_AT_ONCE = 8192
@@ -274,54 +244,6 @@ def one_call(kernel: SlotKernel, blocks: Blocks | None, rounds: Rounds | None) -
         kernel.rounds = None
         # What a large batch needed must not stay in VRAM with every layer.
         vars(kernel).pop("blocks", None)
-
-
-def aligned(size: int, ids: torch.Tensor, experts: int) -> Blocks:
-    """The blocks of a batch by expert, as stock aligns it."""
-    pairs, owners, filled = moe_align_block_size(ids, size, experts, None, ignore_invalid_experts=True)
-    return Blocks(size, pairs, owners, filled)
-
-
-def aligned_by_chance(pairs: int, experts: int) -> bool:
-    """Whether stock's operator ranks an expert's rows by atomic additions, so that which block a row is in changes from
-    run to run (moe_align_sum_kernels.cu)."""
-    return pairs >= 1024 or experts > 64
-
-
-def aligned_in_order(size: int, ids: torch.Tensor, experts: int) -> Blocks:
-    """As `aligned`, and the rows of an expert are in the order of the batch: the same blocks in every run."""
-    pairs = ids.numel()
-    flat = ids.flatten().long()
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = flat.argsort(stable=True)
-    of_row = flat[order]
-    counts = flat.new_zeros(experts + 1)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    blocks = (counts[:experts] + size - 1) // size
-    ends = blocks.cumsum(0)
-    empty = Blocks.empty(size, pairs, experts, ids.device)
-    # What is nobody's goes behind the end.
-    first = torch.cat([(ends - blocks) * size, ends.new_full((1,), len(empty.pairs))])
-    place = torch.arange(pairs, device=ids.device) - (counts.cumsum(0) - counts)[of_row] + first[of_row]
-    laid = torch.full((len(empty.pairs) + pairs,), pairs, dtype=torch.int32, device=ids.device)
-    laid[place] = order.int()
-    numbers = torch.arange(len(empty.owners), device=ids.device)
-    owners = torch.searchsorted(ends, numbers, right=True).clamp(max=experts - 1)
-    return Blocks(size, laid[: len(empty.pairs)], owners.int(), (ends[-1:] * size).int())
-
-
-def on_slots(blocks: Blocks, ids: torch.Tensor, slots: torch.Tensor, experts: int) -> Blocks:
-    """Blocks by expert as blocks by slot; those of other rounds compute on any slot that holds something.
-
-    Args:
-        ids: [T, k] the router's. slots: int32 [T, k], -1 where a pair is of another round or nobody's.
-    """
-    # -1, nobody's, is written behind the last expert. An expert may have pairs of padding rows too, without a slot.
-    slot_of = slots.new_full((experts + 1,), -1)
-    slot_of.scatter_reduce_(0, ids.flatten().long() % (experts + 1), slots.flatten(), "amax")
-    owners = slot_of[blocks.owners.clamp(0, experts - 1).long()]
-    loaded = slots.max().clamp(min=0)
-    return Blocks(blocks.size, blocks.pairs, torch.where(owners < 0, loaded, owners), blocks.filled)
 
 
 def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractContextManager[Any]:

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vvllm_pager import kernel
-from vvllm_pager.kernel import Blocks, Rounds, aligned_in_order, on_slots, put_on_slots
+from vvllm_pager.blocks import Blocks, aligned_in_order, on_slots
+from vvllm_pager.kernel import Rounds, put_on_slots
 from vvllm_shared.errors import UnsupportedError
 
 EXPERTS = 6
