@@ -10,6 +10,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.model_executor.layers.fused_moe import override_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts import triton_moe
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts, _fused_marlin_moe
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
@@ -109,6 +110,14 @@ class SlotKernel:
 class SlotTriton(SlotKernel, TritonExperts):
     """Triton's tile is chosen by `stock_launch`, and a block's place does not show: slots pass for experts."""
 
+    experts: int
+    """E of the layer."""
+
+    def apply(self, *args: Any, **named: Any) -> None:
+        """vLLM's, which aligns small batches as it would for all E experts: not at all."""
+        with _aligned_for(self.experts):
+            super().apply(*args, **named)
+
 
 class SlotMarlin(SlotKernel, MarlinExperts):
     """Marlin cuts the sums over K by where a block lies, so those blocks that it cuts lie as with all E experts."""
@@ -185,6 +194,27 @@ class SlotMarlin(SlotKernel, MarlinExperts):
         self.moe_sum(rows.view(-1, top_k, rows.shape[-1]), output)
 
 
+@contextmanager
+def _aligned_for(experts: int) -> Iterator[None]:
+    """Within it vLLM skips the alignment where it would for `experts` experts (fused_moe.py, a quarter of them).
+
+    By the number of slots it would launch it for batches that stock does not: two kernels a layer.
+    """
+    prepare = triton_moe._prepare_expert_assignment
+
+    def as_stock(
+        topk_ids: torch.Tensor, config: Any, tokens: int, top_k: int, slots: int, *rest: Any, **named: Any
+    ) -> Any:
+        few = tokens * top_k * 4 <= experts
+        return prepare(topk_ids, config, tokens, top_k, experts if few else slots, *rest, **named)
+
+    triton_moe._prepare_expert_assignment = as_stock
+    try:
+        yield
+    finally:
+        triton_moe._prepare_expert_assignment = prepare
+
+
 _ON_SLOTS: dict[type, type[SlotKernel]] = {TritonExperts: SlotTriton, MarlinExperts: SlotMarlin}
 
 
@@ -210,6 +240,8 @@ def put_on_slots(layer: PagedExperts) -> SlotKernel:
         )
     # The object stays, with all that vLLM put into it; only what it does between its GEMMs and around them is ours.
     kernel.__class__ = on_slots
+    if isinstance(kernel, SlotTriton):
+        kernel.experts = layer.experts
     made: SlotKernel = kernel
     return made
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.model_executor.layers.fused_moe import fused_moe
 
 from vvllm_pager import kernel
 from vvllm_pager.blocks import Blocks, aligned_in_order, on_slots
@@ -106,3 +107,33 @@ def test_a_scale_of_the_whole_batch_is_refused_where_rounds_may_be_needed(
 def test_an_unknown_kernel_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="SimpleNamespace is not among"):
         put_on_slots(layer(SimpleNamespace(), 4))
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 5])
+def test_triton_aligns_batches_that_stock_aligns(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 slots of a layer of 128 experts, top-8: up to four tokens stock takes each pair for a block."""
+    aligned: list[int] = []
+
+    def align(ids: Any, size: int, among: int, *_: Any, **__: Any) -> Any:
+        aligned.append(among)
+        return ids, ids, ids
+
+    monkeypatch.setattr(fused_moe, "moe_align_block_size", align)
+    made = kernel.SlotTriton.__new__(kernel.SlotTriton)
+    made.experts = 128
+    ids = torch.zeros((tokens, 8), dtype=torch.int32)
+    seen: list[Any] = []
+
+    def apply(self: Any, slots: int) -> None:
+        prepare = kernel.triton_moe._prepare_expert_assignment
+        seen.extend(prepare(ids, {"BLOCK_SIZE_M": 16}, tokens, 8, slots, None, ignore_invalid_experts=False))
+
+    before = kernel.triton_moe._prepare_expert_assignment
+    monkeypatch.setattr(kernel.TritonExperts, "apply", apply)
+    made.apply(24)
+    if tokens <= 4:
+        assert seen[0] is None
+        assert not aligned
+    else:
+        assert aligned == [24]
+    assert kernel.triton_moe._prepare_expert_assignment is before

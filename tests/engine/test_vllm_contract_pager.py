@@ -162,6 +162,18 @@ def test_the_kernel_adapter() -> None:
     assert "self.moe_sum(intermediate_cache3, output" in inspect.getsource(TritonExperts.apply)
 
 
+def test_triton_aligns_by_a_function_of_its_module() -> None:
+    """Which `vvllm_pager.kernel` calls in its place, with stock's number of experts for batches that are not aligned."""
+    from vllm.model_executor.layers.fused_moe.experts import triton_moe
+
+    prepare = triton_moe._prepare_expert_assignment
+    first = ["topk_ids", "config", "num_tokens", "top_k_num", "global_num_experts", "expert_map"]
+    assert parameters(prepare)[:6] == first
+    assert "num_tokens * top_k_num * 4 <= global_num_experts" in inspect.getsource(prepare)
+    source = inspect.getsource(triton_moe.TritonExperts.apply)
+    assert "_prepare_expert_assignment(\n                topk_ids,\n                config,\n" in source
+
+
 def test_triton_and_marlin_add_up_by_their_own_method() -> None:
     """`vvllm_pager.kernel` replaces it, to add once all rounds are there."""
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts
