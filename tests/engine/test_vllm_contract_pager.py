@@ -163,7 +163,7 @@ def test_the_kernel_adapter() -> None:
 
 
 def test_triton_aligns_by_a_function_of_its_module() -> None:
-    """Which `vvllm_pager.kernel` calls in its place, with stock's number of experts for batches that are not aligned."""
+    """Which `vvllm_pager.kernel` calls in its place, with stock's number of experts where stock aligns nothing."""
     from vllm.model_executor.layers.fused_moe.experts import triton_moe
 
     prepare = triton_moe._prepare_expert_assignment
