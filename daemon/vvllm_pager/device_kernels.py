@@ -72,8 +72,17 @@ def resolve(
         tl.extra.cuda.gdc_wait()
     i = tl.arange(0, NP)
     e = tl.arange(0, EP)
+    # All that a step without misses reads is asked for at once: since the last step the table has left the caches.
     routed = tl.load(ids_p + i, mask=i < N, other=-1).to(tl.int32)
     slot = tl.load(slot_of_p + e, mask=e < E, other=-1)
+    counted_p += phase * 3
+    heat = tl.load(heat_p + e, mask=e < E, other=0.0)
+    decay = tl.load(weights_p + 2)
+    clock = tl.load(clock_p) + 1.0
+    all_hits = tl.load(counted_p)
+    all_misses = tl.load(counted_p + 1)
+    all_waves = tl.load(counted_p + 2)
+    head = tl.load(ring_head_p)
     routed = tl.where((routed >= 0) & (routed < E), routed, -1)
     ids = routed
     if MASKED:
@@ -89,8 +98,8 @@ def resolve(
         group = (order >= round_ * S) & (order < (round_ + 1) * S)
     if (round_ == 0) & (live != 0):
         # fmt: off
-        _note(ids, used, needed, slot, last_used_p, heat_p, weights_p, clock_p, counted_p + phase * 3, ring_p,
-              ring_head_p, N, top_k, layer, phase, E, S, EP, NP, ENTRIES, RING_IDS)
+        _note(ids, used, needed, slot, heat * decay, clock, all_hits, all_misses, all_waves, head, last_used_p, heat_p,
+              clock_p, counted_p, ring_p, ring_head_p, N, top_k, layer, phase, E, S, EP, NP, ENTRIES, RING_IDS)
         # fmt: on
     lacking = group & (slot < 0)
     count = tl.sum(lacking.to(tl.int32), 0)
@@ -119,9 +128,15 @@ def _note(
     used,
     needed,
     slot,
+    # As they were: [EP] decayed, and scalars.
+    heat,
+    clock,
+    all_hits,
+    all_misses,
+    all_waves,
+    head,
     last_used_p,
     heat_p,
-    weights_p,
     clock_p,
     counted_p,
     ring_p,
@@ -143,12 +158,10 @@ def _note(
     if hits + misses > 0:
         i = tl.arange(0, NP)
         e = tl.arange(0, EP)
-        clock = tl.load(clock_p) + 1.0
-        all_hits = tl.load(counted_p) + hits
-        all_misses = tl.load(counted_p + 1) + misses
-        all_waves = tl.load(counted_p + 2) + (hits + misses - 1) // S
-        head = tl.load(ring_head_p)
-        # Every warp loads these scalars for itself, and one of them stores the next ones.
+        all_hits += hits
+        all_misses += misses
+        all_waves += (hits + misses - 1) // S
+        # Every warp has loaded these scalars for itself, and one of them stores the next ones.
         tl.debug_barrier()
         tl.store(clock_p, clock)
         tl.store(counted_p, all_hits)
@@ -157,9 +170,9 @@ def _note(
         tl.store(ring_head_p, head + 1)
         # Recency is the step and, within it, the position of the last occurrence.
         stamp = clock + (i + 1).to(tl.float64) / (N + 1)
-        tl.atomic_max(last_used_p + ids, stamp.to(tl.int64, bitcast=True), mask=used)
-        heat = tl.load(heat_p + e, mask=e < E, other=0.0)
-        tl.store(heat_p + e, heat * tl.load(weights_p + 2) + needed.to(tl.float64), mask=e < E)
+        # Relaxed: a release would wait for every store before it, and the barriers order what is read again here.
+        tl.atomic_max(last_used_p + ids, stamp.to(tl.int64, bitcast=True), mask=used, sem="relaxed")
+        tl.store(heat_p + e, heat + needed.to(tl.float64), mask=e < E)
         entry_p = ring_p + (head % ENTRIES) * (16 + RING_IDS)
         # Every word carries the ring's lap in its upper half: the reader needs no fence to see what is whole.
         lap = ((head // ENTRIES) % 32767 + 1).to(tl.int32) << 16
@@ -288,7 +301,7 @@ def _align(
     tl.store(aligned_p + E + e, 0, mask=e < E)
     tl.debug_barrier()
     place = tl.load(aligned_p + routed, mask=valid, other=0) * BLOCK
-    place += tl.atomic_add(aligned_p + E + routed, 1, mask=valid)
+    place += tl.atomic_add(aligned_p + E + routed, 1, mask=valid, sem="relaxed")
     tl.store(sorted_p + place, i, mask=valid)
 
 
