@@ -1,7 +1,7 @@
 """Tests of *resolve* and *fill*: what they do is what the planner plans.
 
 Not collected by itself: on a CPU it wants a process with TRITON_INTERPRET=1 from its start (Triton's own library is
-interpreted only then), on a GPU none. See `unit/pager/test_device_kernels.py` and `gpu/test_gpu_kernels.py`.
+interpreted only then), on a GPU none. See `unit/pager/test_kernels.py` and `gpu/test_gpu_kernels.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from resolve_driver import Beside, random_step
 from vvllm_pager.bundle import BundleLayout
-from vvllm_pager.device_kernels import fill
 from vvllm_pager.device_resolver import starts_early
+from vvllm_pager.fill_kernel import fill
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
 from vvllm_shared.residency import Weights, plan_step
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from vvllm_pager.device_kernels import fill
+from vvllm_pager.fill_kernel import fill
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
 from vvllm_shared.residency.page_table import Ints
 

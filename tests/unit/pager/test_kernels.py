@@ -13,7 +13,8 @@ from triton import compile as compile_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from vvllm_pager.device_kernels import fill, resolve
+from vvllm_pager.fill_kernel import fill
+from vvllm_pager.resolve_kernel import resolve
 
 TESTS = Path(__file__).parents[2]
 

@@ -1,8 +1,7 @@
-"""The two Triton kernels of device-driven paging: *resolve* plans one round of a layer's step, *fill* loads it.
+"""The Triton kernel *resolve*: plans one round of a layer's step, inside the captured decode step.
 
-Both run inside the captured decode step: no Python, no synchronisation, fixed addresses. What they do is
-`vvllm_shared.residency.plan_step` with pair waves that do not overlap, by the same table and the same victim formula.
-*fill* also deals out what the copy engine brought (`vvllm_pager.staging`).
+No Python, no synchronisation, fixed addresses. What it does is `vvllm_shared.residency.plan_step` with pair waves that
+do not overlap, by the same table and the same victim formula.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ def resolve(
 
     EP, SP and NP are E, S and N rounded up to powers of two. ROUNDS is how many rounds the batch may need; the
     experts that are resident come in the first. `live` is 0 in vLLM's own warm-up runs, which leave no statistics.
-    EARLY: the launch is a programmatic dependent one, here and in *fill*: each starts while the kernel before it ends,
-    and waits here until that has ended and its writes can be seen.
+    EARLY: the launch is a programmatic dependent one, and so is *fill*'s: each starts while the kernel before it ends,
+    and waits until that has ended and its writes can be seen.
     """
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -303,53 +302,3 @@ def _align(
     place = tl.load(aligned_p + routed, mask=valid, other=0) * BLOCK
     place += tl.atomic_add(aligned_p + E + routed, 1, mask=valid, sem="relaxed")
     tl.store(sorted_p + place, i, mask=valid)
-
-
-# Nor for lists that begin anywhere in a longer one.
-@triton.jit(
-    do_not_specialize=["record_words", "tiles"],
-    do_not_specialize_on_alignment=["miss_expert_p", "miss_slot_p", "misses_p"],
-)
-def fill(
-    store_p,
-    record_words,
-    tiles_p,
-    tiles,
-    miss_expert_p,
-    miss_slot_p,
-    misses_p,
-    TILE: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Copy bundles into slots.
-
-    Args:
-        store_p: int64 words [n, record_words], in pinned host memory or on the device.
-        miss_expert_p, miss_slot_p: int32, for each bundle its number among those n and its slot.
-        misses_p: int32 [1], how many.
-        tiles_p: int64 [tiles, 5], a piece of a record each: address of slot 0's row, bytes from one slot's row to the
-            next, offset in the record, bytes (at most 8 TILE), and whether all of these are multiples of 16.
-    """
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
-    count = tl.load(misses_p)
-    w = tl.arange(0, TILE)
-    for work in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
-        miss = work // tiles
-        tile_p = tiles_p + (work % tiles) * 5
-        expert = tl.load(miss_expert_p + miss).to(tl.int64)
-        slot = tl.load(miss_slot_p + miss).to(tl.int64)
-        to = tl.load(tile_p) + slot * tl.load(tile_p + 1)
-        offset = tl.load(tile_p + 2)
-        nbytes = tl.load(tile_p + 3)
-        if tl.load(tile_p + 4) != 0:
-            source = tl.multiple_of(store_p + expert * record_words + offset // 8, 16)
-            target = tl.multiple_of(to.to(tl.pointer_type(tl.int64)), 16)
-            words = tl.multiple_of(nbytes // 8, 2)
-            tl.store(target + w, tl.load(source + w, mask=w < words), mask=w < words)
-        else:
-            from_byte = store_p.to(tl.pointer_type(tl.uint8)) + expert * record_words * 8 + offset
-            to_byte = to.to(tl.pointer_type(tl.uint8))
-            for at in range(0, nbytes, TILE):
-                inside = at + w < nbytes
-                tl.store(to_byte + at + w, tl.load(from_byte + at + w, mask=inside), mask=inside)
