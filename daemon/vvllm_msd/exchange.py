@@ -210,6 +210,8 @@ class Exchange:
         await self._send(message)  # first: whoever is cancelled while it waits has sent nothing
         if message["type"] == "http.response.start":
             self.status = message["status"]
+            if self.status >= 400 and self.outcome == "ok":  # the application's own refusal
+                self.outcome = "refused" if self.status < 500 else "failed"
             self._streaming = any(
                 name.lower() == b"content-type" and value.startswith(b"text/event-stream")
                 for name, value in message.get("headers", ())

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from gateway_client import CHAT, Serve, echo
@@ -101,6 +102,22 @@ async def test_requests_are_logged_with_their_peer(serve: Serve) -> None:
     assert line["uid"] == os.geteuid()
     assert line["pid"] > 0
     assert line["seconds"] < 5
+
+
+@pytest.mark.parametrize(("status", "outcome"), [(200, "ok"), (400, "refused"), (500, "failed")])
+async def test_what_the_application_refuses_is_not_logged_as_ok(
+    serve: Serve, status: int, outcome: str
+) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async with serve(application) as served:
+        with capture_logs() as logged:
+            await served.post(CHAT, b"abc")
+            await asyncio.sleep(0.05)
+    (line,) = [event for event in logged if event["event"] == "request"]
+    assert (line["status"], line["outcome"]) == (status, outcome)
 
 
 async def test_a_foreign_user_is_refused_unless_in_the_group(serve: Serve) -> None:
