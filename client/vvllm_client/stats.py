@@ -10,6 +10,8 @@ from vvllm_client.events import End, Event, Token, Usage
 
 _COUNTERS = ("hits", "misses", "bytes_paged")
 _ENGINE = ("boot_id", "generation")
+_FASTEST = 5000.0
+"""Tokens a second that no model gives to one request: text that was held back and came at once is no measure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Report:
 
     Attributes:
         first_token_s: from the request to the first token, reasoning too.
-        tokens_per_s: of those after the first.
+        tokens_per_s: of those after the first; None where they came at once.
         cache: None if the server counts none, or its engine was restarted meanwhile.
     """
 
@@ -77,7 +79,7 @@ class Meter:
         if self._first is not None:
             first_token_s = self._first - self._begin
             later = self._usage.completion_tokens - 1 if self._usage else 0
-            if later > 0 and self._last > self._first:
+            if later > 0 and self._last - self._first > later / _FASTEST:
                 tokens_per_s = later / (self._last - self._first)
         return Report(self._usage, self._finish_reason, first_token_s, tokens_per_s, cache)
 

@@ -23,6 +23,15 @@ def test_times_are_taken_from_the_events() -> None:
     assert (report.usage, report.finish_reason) == (Usage(7, 5), "stop")
 
 
+def test_tokens_that_come_at_once_have_no_rate() -> None:
+    now = iter([10.0, 11.5, 11.501])
+    meter = Meter(clock=lambda: next(now))
+    for event in (Token("a"), Token("b"), Usage(7, 64)):
+        meter.note(event)
+    report = meter.report(None)
+    assert (report.first_token_s, report.tokens_per_s) == (1.5, None)
+
+
 def test_no_token_no_rate() -> None:
     report = Meter().report(None)
     assert (report.first_token_s, report.tokens_per_s, report.usage) == (None, None, None)
