@@ -45,7 +45,9 @@ class SseDecoder:
 
     def _lines(self, piece: bytes) -> Iterator[bytes]:
         """Complete lines, without their ends. splitlines() on bytes knows exactly LF, CRLF and CR."""
-        if self._after_cr and piece:
+        if not piece:
+            return  # what came before it still counts
+        if self._after_cr:
             piece = piece.removeprefix(b"\n")
             self._after_cr = False
         for part in piece.splitlines(keepends=True):

@@ -40,6 +40,10 @@ def test_any_line_end_any_cut(
     assert decode(*pieces_of(text.encode(), cuts)) == ["\n".join(event) for event in lines]
 
 
+def test_an_empty_piece_between_the_halves_of_a_line_end() -> None:
+    assert decode(b"data: a\r", b"", b"\ndata: b\r", b"", b"\n\r\n") == ["a\nb"]
+
+
 def test_mixed_line_ends() -> None:
     assert decode(b"data: a\r\n\r", b"\ndata: b\r\rdata: c\n\n") == ["a", "b", "c"]
 
