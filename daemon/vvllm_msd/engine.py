@@ -171,6 +171,9 @@ class RunningEngine:
         # A dead engine's application may fail to close; it is gone anyway.
         with contextlib.suppress(Exception):
             await self._lifespan.aclose()
+        # It would report the engine's death as a failure; while somebody waits for an answer, it has to.
+        if self._llm.output_handler is not None and not self.unfinished:
+            self._llm.output_handler.cancel()
         kill_engine_processes()
         try:
             await loop.run_in_executor(self._thread, self._llm.shutdown, _STOP_SECONDS)

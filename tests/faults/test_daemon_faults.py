@@ -67,6 +67,16 @@ def test_sigkill_while_serving_leaves_no_process_and_the_next_start_works(faulty
     assert not any(path.exists() for path in left)
 
 
+def test_a_stop_that_nobody_waits_for_logs_no_failure(faulty: Faulty) -> None:
+    """Left to itself vLLM cancels two tasks in an order that makes one report the other's end, now and then."""
+    running = faulty()
+    running.complete(PROMPT, 8)
+    assert running.stop() == 0
+    assert '"stopped"' in running.log
+    assert "Traceback" not in running.log
+    assert "EngineDeadError" not in running.log
+
+
 def test_a_killed_engine_is_told_to_its_client_and_replaced(faulty: Faulty) -> None:
     running = faulty()
     alone = running.complete(PROMPT, 32).text
