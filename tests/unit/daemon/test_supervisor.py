@@ -138,6 +138,8 @@ async def test_clients_of_a_dead_engine_are_told(board: Board) -> None:
 
 async def test_what_vllm_raises_when_a_dead_engine_is_shut_down_goes_no_further() -> None:
     class Broken:
+        output_handler = None
+
         def shutdown(self, _timeout: float) -> None:
             raise RuntimeError("a socket is closed already")
 
