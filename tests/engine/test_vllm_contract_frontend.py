@@ -60,6 +60,8 @@ def test_async_llm_can_be_made_without_a_running_loop() -> None:
     assert "except RuntimeError" in inspect.getsource(AsyncLLM.__init__)
     assert "except RuntimeError" in inspect.getsource(AsyncMPClient.__init__)
     assert "_run_output_handler()" in inspect.getsource(AsyncLLM.add_request)
+    # Which `RunningEngine.stop` cancels.
+    assert "self.output_handler: asyncio.Task | None = None" in inspect.getsource(AsyncLLM.__init__)
 
 
 def test_the_openai_application() -> None:
