@@ -144,7 +144,9 @@ def engine_settings(config: DaemonConfig, facts: ModelFacts) -> EngineSettings:
         options |= {"tool_call_parser": tools, "enable_auto_tool_choice": True}
     slots = _sure_slots(cache, facts)
     on_gpu: dict[str, Any] = graph_options(config.engine, slots, facts.top_k, config.server.max_num_seqs)
-    if facts.slot_bytes and facts.hidden_size and facts.expert_width:
+    # Without chunks a step takes a whole prompt, and vLLM itself makes room for the longest.
+    chunked = config.engine.get("enable_chunked_prefill") is not False
+    if chunked and facts.slot_bytes and facts.hidden_size and facts.expert_width:
         widths = Widths(facts.experts, facts.top_k, facts.hidden_size, facts.expert_width)
         chunk = chunk_tokens(widths, slots, facts.slot_bytes, options["max_model_len"])
         on_gpu["max_num_batched_tokens"] = max(chunk, config.server.max_num_seqs)

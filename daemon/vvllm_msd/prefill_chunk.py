@@ -15,8 +15,8 @@ _SIZES = (2048, 4096, 8192)
 _PROMPT, _ANSWER = 8192, 512
 """Tokens of the request that is weighed: an editor's, with the files that it sends along."""
 _MISSES = 7.0
-"""Decode misses e^(-7 f) of its look-ups where the share f of a layer's experts has slots: within 0.04 of per-layer LRU
-over the trace of Qwen3-30B-A3B in shared/traces (qwen-curve.csv), from f = 1/7 up."""
+"""Decode misses e^(-7 f) of its look-ups where the share f of a layer's experts has slots: within 0.04 of what
+BigMoeOnEdge's replay gives for per-layer LRU over its public trace of Qwen3-30B-A3B, from f = 1/7 up."""
 _DENSE = 16
 """Activations outside the experts, in hidden sizes: residual, norms, the attention's projections and its output."""
 

@@ -45,7 +45,7 @@ class _Lane:
     """uint8, room for at least one record."""
     arrived: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # noqa: PLW0108  # tests replace it
     released: torch.cuda.Event | None = None
-    """When its last content had been dealt out; None where it never had one, or nobody wanted it."""
+    """When its last content had been dealt out or given up; None where it never had one."""
 
 
 Place = tuple[_Piece, int]

@@ -175,6 +175,8 @@ def test_the_size_of_a_prefill_step_is_set_where_the_checkpoint_says_enough() ->
     given = config(cache__slots="32")
     assert engine_settings(given, facts).on_gpu["max_num_batched_tokens"] == 4096
     assert "max_num_batched_tokens" not in engine_settings(given, FACTS).on_gpu
+    whole = replace(given, engine={"enable_chunked_prefill": False})
+    assert "max_num_batched_tokens" not in engine_settings(whole, facts).on_gpu
 
 
 # Reading the facts
