@@ -14,9 +14,10 @@ import triton
 from vvllm_pager import forward
 from vvllm_pager.blocks import Blocks, aligned, on_slots
 from vvllm_pager.fill_kernel import fill
-from vvllm_pager.kernel import Compute, Rounds, SlotKernel, one_call, stock_launch
+from vvllm_pager.kernel import Compute, SlotKernel, one_call, stock_launch
 from vvllm_pager.resolve_kernel import resolve
 from vvllm_pager.ring import Ring
+from vvllm_pager.rounds import Rounds
 from vvllm_pager.slot_pool import TILE_BYTES
 
 if TYPE_CHECKING:

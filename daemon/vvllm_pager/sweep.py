@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from vvllm_pager.blocks import Blocks, aligned, aligned_by_chance, aligned_in_order
-from vvllm_pager.kernel import Compute, Rounds, SlotKernel, one_call, stock_launch
+from vvllm_pager.kernel import Compute, SlotKernel, one_call, stock_launch
 from vvllm_pager.marlin_blocks import Cuts
+from vvllm_pager.rounds import Rounds
 from vvllm_pager.staging import Place, Staging
 from vvllm_shared.residency import EMPTY, Plan
 from vvllm_shared.residency.page_table import Ints

@@ -14,7 +14,8 @@ from vllm.model_executor.layers.fused_moe import fused_moe
 
 from vvllm_pager import kernel
 from vvllm_pager.blocks import Blocks, aligned_in_order, on_slots
-from vvllm_pager.kernel import Rounds, put_on_slots
+from vvllm_pager.kernel import put_on_slots
+from vvllm_pager.rounds import Rounds
 from vvllm_shared.errors import UnsupportedError
 
 EXPERTS = 6
