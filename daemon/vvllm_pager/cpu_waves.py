@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from vvllm_pager.kernel import Compute
+from vvllm_pager.batch import Batch
 from vvllm_shared.residency import Plan, Wave
 from vvllm_shared.residency.page_table import Ints
 
@@ -21,75 +21,45 @@ class CpuWaves:
     def __init__(self, layer: PagedExperts) -> None:
         self._layer = layer
 
-    def run(
-        self,
-        plan: Plan,
-        host_ids: Ints,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-    ) -> torch.Tensor:
-        """The experts' output [T, H].
-
-        Args:
-            host_ids: [T, k] as planned, -1 where a pair is nobody's.
-            x, weights, ids, compute: as in `HostResolver.run`.
-        """
-        run = self._pair_waves if plan.by_pairs else self._token_waves
-        return run(plan, host_ids, x, weights, ids, compute)
+    def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
+        """The experts' output [T, H]."""
+        return (self._pair_waves if plan.by_pairs else self._token_waves)(plan, batch)
 
     def _load(self, wave: Wave) -> Ints:
         """Load what the wave lacks; returns [E + 1] its slots by expert."""
         self._layer.pool.load(wave.load_experts, wave.load_slots)
         return wave.slot_of(self._layer.experts)
 
-    def _token_waves(
-        self,
-        plan: Plan,
-        host_ids: Ints,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-    ) -> torch.Tensor:
+    def _token_waves(self, plan: Plan, batch: Batch) -> torch.Tensor:
         outputs = []
         for wave in plan.waves:
             slots, (start, end) = self._load(wave), wave.tokens
-            slot_ids, wave_weights = _slot_ids(slots[host_ids[start:end]], weights[start:end], ids)
-            outputs.append(compute(x[start:end], wave_weights, slot_ids))
+            slot_ids, weights = _slot_ids(
+                slots[batch.planned[start:end]], batch.weights[start:end], batch.ids
+            )
+            outputs.append(batch.compute(batch.x[start:end], weights, slot_ids))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _pair_waves(
-        self,
-        plan: Plan,
-        host_ids: Ints,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-    ) -> torch.Tensor:
-        top_k = ids.shape[1]
-        flat_weights = weights.reshape(-1, 1)
+    def _pair_waves(self, plan: Plan, batch: Batch) -> torch.Tensor:
+        tokens, top_k = batch.ids.shape
+        flat_weights = batch.weights.reshape(-1, 1)
         partials: torch.Tensor | None = None
         for wave in plan.waves:
-            slots = self._load(wave)[host_ids.reshape(-1)]
+            slots = self._load(wave)[batch.planned.reshape(-1)]
             mine = np.flatnonzero(slots >= 0)
-            pairs, slot_ids = (
-                torch.from_numpy(mine),
-                torch.from_numpy(slots[mine].reshape(-1, 1)).to(ids.dtype),
-            )
+            pairs = torch.from_numpy(mine)
+            slot_ids = torch.from_numpy(slots[mine].reshape(-1, 1)).to(batch.ids.dtype)
             # Weighed where they are added; one expert a token where stock weighs it, which may be the input.
-            pair_weights = flat_weights[pairs] if top_k == 1 else torch.ones_like(flat_weights[pairs])
-            rows = compute(x[pairs // top_k], pair_weights, slot_ids)
+            weights = flat_weights[pairs] if top_k == 1 else torch.ones_like(flat_weights[pairs])
+            rows = batch.compute(batch.x[pairs // top_k], weights, slot_ids)
             if partials is None:
-                partials = rows.new_zeros(len(x) * top_k, rows.shape[-1])
+                partials = rows.new_zeros(tokens * top_k, rows.shape[-1])
             partials[pairs] = rows
         assert partials is not None  # noqa: S101  # a plan has at least one wave
         if top_k == 1:
             return partials
         # A pair that is nobody's left a row of zeros, and its weight may be anything.
-        return _add_on_cpu(partials.view(len(x), top_k, -1), weights.masked_fill(ids < 0, 0.0))
+        return _add_on_cpu(partials.view(tokens, top_k, -1), batch.weights.masked_fill(batch.ids < 0, 0.0))
 
 
 def _slot_ids(slots: Ints, weights: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from vvllm_pager import forward
+from vvllm_pager.batch import Batch
 from vvllm_pager.cpu_waves import CpuWaves
 from vvllm_pager.kernel import Compute, SlotKernel
 from vvllm_shared.residency import Plan, plan_step
@@ -35,14 +36,12 @@ class HostResolver:
         self._layer = layer
         self._paging = paging
         self._sweep: Sweep | None = None
-        self._on_cpu: CpuWaves | None = None
-        if kernel is None:
-            self._on_cpu = CpuWaves(layer)
-        else:
+        self._compute: CpuWaves | Sweep = CpuWaves(layer)
+        if kernel is not None:
             from vvllm_pager.sweep import Sweep
 
             assert paging.staging is not None  # noqa: S101  # made with the slots
-            self._sweep = Sweep(layer, kernel, paging, paging.staging)
+            self._compute = self._sweep = Sweep(layer, kernel, paging, paging.staging)
 
     def run(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, compute: Compute
@@ -71,11 +70,8 @@ class HostResolver:
             force_pairs=forced,
             overlap=self._sweep is not None and self._sweep.overlaps(ids.size),
         )
-        if self._sweep:
-            out = self._sweep.run(plan, ids, routed, x, topk_weights, topk_ids, compute)
-        else:
-            assert self._on_cpu is not None  # noqa: S101  # one of the two is there
-            out = self._on_cpu.run(plan, ids, x, topk_weights, topk_ids, compute)
+        batch = Batch(ids, routed, x, topk_weights, topk_ids, compute)
+        out = self._compute.run(plan, batch)
         if warm_up:
             table.forget_statistics()
         else:

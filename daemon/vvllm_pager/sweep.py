@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from vvllm_pager.batch import Batch
 from vvllm_pager.blocks import Blocks, aligned, aligned_by_chance, aligned_in_order
-from vvllm_pager.kernel import Compute, SlotKernel, one_call, stock_launch
+from vvllm_pager.kernel import SlotKernel, one_call, stock_launch
 from vvllm_pager.marlin_blocks import Cuts
 from vvllm_pager.rounds import Rounds
 from vvllm_pager.staging import Place, Staging
@@ -126,37 +127,23 @@ class Sweep:
         layers, index = self._paging.layers, self._layer.index + 1
         return layers[index] if index < len(layers) and pairs >= _NEARLY_ALL * layers[index].experts else None
 
-    def run(
-        self,
-        plan: Plan,
-        host_ids: Ints,
-        routed: Ints,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-        compute: Compute,
-    ) -> torch.Tensor:
-        """The experts' output [T, H].
-
-        Args:
-            host_ids: [T, k] as planned, -1 where a pair is nobody's.
-            routed: [T, k] as the router gave them, to rows of padding too.
-            x, weights, ids, compute: as in `HostResolver.run`.
-        """
+    def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
+        """The experts' output [T, H]."""
         layer, kernel = self._layer, self._kernel
+        ids = batch.ids
         tokens, top_k = ids.shape
         size = kernel.block_size(tokens, top_k, layer.experts)
         loads = [wave.load_experts for wave in plan.waves]
         places = self._staging.expect(layer.pool, np.concatenate(loads))
-        launches = self._upload(plan, [number for _, number in places], host_ids, routed, size)
+        launches = self._upload(plan, [number for _, number in places], batch, size)
         by_expert = self._align(size, ids) if size else None
         pairs = launches.ids.long()
         mine = launches.round_of[pairs].argsort(stable=True).split(launches.pairs) if plan.by_pairs else ()
         rounds = Rounds(len(plan.waves), mine[-1]) if mine else None
-        stream = torch.cuda.current_stream(x.device)
+        stream = torch.cuda.current_stream(ids.device)
         loading = _Loading(self._staging, plan, places, launches, stream)
-        out = x
-        with stock_launch(layer, x, top_k):
+        out = batch.x
+        with stock_launch(layer, batch.x, top_k):
             for number in range(len(plan.waves)):
                 loading.wait_for(number)
                 if rounds:
@@ -164,7 +151,7 @@ class Sweep:
                 blocks = self._blocks(by_expert, launches, number) if by_expert else None
                 slots = ids if blocks else launches.slot_of[number][pairs].view(tokens, top_k)
                 with one_call(kernel, blocks, rounds):
-                    out = compute(x, weights, slots)
+                    out = batch.compute(batch.x, batch.weights, slots)
                 loading.computed()
         if ahead := self.next_layer(ids.numel()):
             # Travels while that layer's attention runs.
@@ -177,7 +164,7 @@ class Sweep:
         align = aligned_in_order if aligned_by_chance(ids.numel(), experts) else aligned
         return align(size, ids, experts)
 
-    def _upload(self, plan: Plan, numbers: list[int], host_ids: Ints, routed: Ints, size: int) -> _Launches:
+    def _upload(self, plan: Plan, numbers: list[int], batch: Batch, size: int) -> _Launches:
         """All of it in one copy."""
         experts, waves = self._layer.experts, plan.waves
         loads = np.cumsum([len(wave.load_experts) for wave in waves])[:-1]
@@ -188,7 +175,7 @@ class Sweep:
         blocks: list[Ints] = [np.zeros(0, np.int32)] * len(waves)
         owners = blocks
         if size:
-            expert_of = self._block_experts(routed, size)
+            expert_of = self._block_experts(batch.routed, size)
             cuts = self._cuts(size)
             blocks = [cuts.keep(round_of[expert_of] == number) for number in range(len(waves))]
             owners = [_owners(slots[expert_of[kept]]) for slots, kept in zip(slot_of, blocks, strict=True)]
@@ -200,7 +187,7 @@ class Sweep:
             *owners,
             *(np.array([len(kept) * size], np.int32) for kept in blocks),
             round_of,
-            host_ids.reshape(-1),
+            batch.planned.reshape(-1),
         ]
         lengths = [len(array) for array in arrays]
         on_gpu = self._paging.device.type == "cuda"
@@ -211,7 +198,7 @@ class Sweep:
             list(sent[at : at + len(waves)]) for at in range(0, 6 * len(waves), len(waves))
         )
         # Counted here, so that nothing waits for the device.
-        pairs = np.bincount(round_of[host_ids.reshape(-1)], minlength=len(waves) + 1).tolist()
+        pairs = np.bincount(round_of[batch.planned.reshape(-1)], minlength=len(waves) + 1).tolist()
         return _Launches(loading, slots, maps, kept_blocks, kept_owners, filled, sent[-2], sent[-1], pairs)
 
     def _block_experts(self, routed: Ints, size: int) -> Ints:
