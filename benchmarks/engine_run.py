@@ -264,13 +264,13 @@ def _prefill(llm: Any, runner: Any, tokens: int, chunk: int) -> Prefill:
     import torch
 
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    scheduler.scheduler_config.long_prefill_token_threshold = chunk if chunk < tokens else 0
+    most, scheduler.max_num_scheduled_tokens = scheduler.max_num_scheduled_tokens, chunk
     _generate(llm, 1, 1, tokens)
     torch.cuda.synchronize()
     before, held = _counters(runner), torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     ms = [1e3 * _generate(llm, 1, 1, tokens) for _ in range(REPEATS)]
-    scheduler.scheduler_config.long_prefill_token_threshold = 0
+    scheduler.max_num_scheduled_tokens = most
     paged = _counters(runner)["prefill"][2] - before["prefill"][2]
     return Prefill(tokens, chunk, ms, paged / REPEATS, torch.cuda.max_memory_allocated() - held)
 

@@ -29,7 +29,7 @@ class Cuts:
     """
 
     stride: int
-    """Blocks are left out in multiples of so many."""
+    """Blocks are left out in multiples of so many, where some of the tail are computed."""
     tail: int
     """The last so many stay."""
 
@@ -49,13 +49,14 @@ class Cuts:
             mine: [B] for each block of the batch whether this launch is to compute it.
 
         Returns:
-            Indices of blocks, ascending: these, as many others as the stride wants, and the tail.
+            Indices of blocks, ascending: these, the tail, and as many others as the stride wants.
         """
         front = max(len(mine) - self.tail, 0)
-        others = np.flatnonzero(~mine[:front])
         kept = mine.copy()
-        kept[others[: len(others) % self.stride]] = True
         kept[front:] = True
+        if mine[front:].any():
+            others = np.flatnonzero(~mine[:front])
+            kept[others[: len(others) % self.stride]] = True
         return np.flatnonzero(kept).astype(np.int32)
 
 

@@ -10,8 +10,8 @@ A batch whose distinct experts fit the slots is one wave. Otherwise it is cut:
 Which of the two is a matter of the batch's size alone, never of what happens to be resident: a result must not
 depend on the cache.
 
-Where one wave can be loaded while another is computed, pair waves may *overlap*: the resident experts are waves of
-their own, the others follow in groups of half the slots, and no wave takes a slot that the one before it reads.
+Where bundles can arrive beside the slots while others are computed with, pair waves may *overlap*: the resident experts
+are a wave of their own, which waits for nothing.
 """
 
 from __future__ import annotations
@@ -108,10 +108,8 @@ def plan_step(
         waves = [_wave(needed, needed, everyone, table, weights)]
     elif force_pairs or ids.shape[0] > pair_waves_above:
         by_pairs = True
-        groups = (
-            _overlapping(needed, resident, table.slots) if overlap else _full(needed, resident, table.slots)
-        )
-        waves = _pair_waves(groups, overlap, everyone, table, weights)
+        groups = list(_groups(needed, resident, table.slots, apart=overlap))
+        waves = list(_pair_waves(groups, everyone, table, weights))
     else:
         waves = _token_waves(ids, table, weights)
     misses = sum(len(wave.load_experts) for wave in waves)
@@ -128,37 +126,25 @@ def _wave(group: Bools, keep: Bools, tokens: tuple[int, int], table: PageTable, 
     return Wave(missing, slots, experts, table.slot_of[experts], tokens)
 
 
-def _full(needed: Bools, resident: Bools, slots: int) -> list[Ints]:
-    """Groups of as many experts as there are slots, resident ones first."""
-    order = np.concatenate([np.flatnonzero(resident), np.flatnonzero(needed & ~resident)]).astype(np.int32)
-    return [order[start : start + slots] for start in range(0, max(len(order), 1), slots)]
-
-
-def _overlapping(needed: Bools, resident: Bools, slots: int) -> list[Ints]:
-    """Groups of which two in a row fit the slots: the resident experts, in two where they would leave no room, then
-    the others by halves of the slots."""
-    half = max(slots // 2, 1)
-    here = np.flatnonzero(resident).astype(np.int32)
-    missing = np.flatnonzero(needed & ~resident).astype(np.int32)
-    room = slots - min(half, len(missing))
-    cut = max(len(here) - room, 0)
-    groups = [here[:cut], here[cut:], *(missing[at : at + half] for at in range(0, len(missing), half))]
-    return [group for group in groups if len(group)] or [here]
+def _groups(needed: Bools, resident: Bools, slots: int, *, apart: bool) -> Iterator[Ints]:
+    """As many experts as there are slots, resident ones first; `apart`: and these by themselves."""
+    here: Ints = np.flatnonzero(resident).astype(np.int32)
+    missing: Ints = np.flatnonzero(needed & ~resident).astype(np.int32)
+    if apart and len(here) and len(missing):
+        yield here
+    else:
+        missing = np.concatenate([here, missing])
+    for start in range(0, max(len(missing), 1), slots):
+        yield missing[start : start + slots]
 
 
 def _pair_waves(
-    groups: list[Ints], overlap: bool, tokens: tuple[int, int], table: PageTable, weights: Weights
-) -> list[Wave]:
-    waves = []
-    before = np.zeros(table.experts, np.bool_)
+    groups: list[Ints], tokens: tuple[int, int], table: PageTable, weights: Weights
+) -> Iterator[Wave]:
     for group in groups:
         mine = np.zeros(table.experts, np.bool_)
         mine[group] = True
-        # With a single slot nothing can be kept beside it.
-        keep = mine | before if overlap and table.slots > 1 else mine
-        waves.append(_wave(mine, keep, tokens, table, weights))
-        before = mine
-    return waves
+        yield _wave(mine, mine, tokens, table, weights)
 
 
 def _token_waves(ids: Ints, table: PageTable, weights: Weights) -> list[Wave]:
