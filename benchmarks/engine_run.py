@@ -26,6 +26,10 @@ class Played:
     batch: int
     settle: int
     """Steps before the clock starts, so that LRU has forgotten the trace before."""
+    predictability: float | None = None
+    """Of the guesses that the pager is told; None where nothing is brought ahead."""
+    guesses: str | None = None
+    """Path of a numpy file, see `traces.guesses`."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Job:
     layers: int
     experts: int
     top_k: int
+    hidden: int
     moe_backend: str
     additional_config: Mapping[str, Any]
     traces: list[Played]
@@ -84,6 +89,9 @@ class Decode:
     """That were counted."""
     profile: list[tuple[str, float, float]]
     """(kernel, microseconds a step, launches a step), the longest first."""
+    brought: int = 0
+    used: int = 0
+    """Bundles that were brought ahead, and those of them that were wanted."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def run(job: Job) -> Measured:
         torch.cuda.empty_cache()
     sampler.reset()
     room = max((job.layers * job.steps * trace.batch * job.top_k for trace in job.traces), default=0)
-    player = TracePlayer(job.layers, job.experts, job.top_k, room, "cuda")
+    player = TracePlayer(job.layers, job.experts, job.top_k, job.hidden, room, "cuda")
     install(player)
     started = time.monotonic()
     llm = start(job)
@@ -231,7 +239,8 @@ def _decode(llm: Any, runner: Any, player: Any, job: Job, trace: Played) -> Deco
     if graph is not None:
         _generate(llm, trace.batch, _WARM_UP)  # its last step's inputs are what the replays compute
     torch.cuda.synchronize()  # vLLM schedules steps ahead
-    player.play(np.load(trace.path))
+    player.play(np.load(trace.path), np.load(trace.guesses) if trace.guesses else None)
+    bring_ahead(runner, wanted=trace.guesses is not None)
     graph_ms, kernels = [], []
     before = after = _counters(runner)
     if graph is not None:
@@ -242,6 +251,7 @@ def _decode(llm: Any, runner: Any, player: Any, job: Job, trace: Played) -> Deco
         before = _counters(runner)
         graph_ms = [replay_ms(graph, job.replays) for _ in range(REPEATS)]
         after = _counters(runner)
+        bring_ahead(runner, wanted=trace.guesses is not None)
         played, wanted = player.position(), trace.settle + REPEATS * job.replays
         assert played == wanted, f"{wanted} replays played {played} steps: the router is not in the graph"
         kernels = profile(graph) if job.profile else []
@@ -257,6 +267,8 @@ def _decode(llm: Any, runner: Any, player: Any, job: Job, trace: Played) -> Deco
         after["decode"][1] - before["decode"][1],
         steps,
         kernels,
+        after["ahead"][0] - before["ahead"][0],
+        after["ahead"][1] - before["ahead"][1],
     )
 
 
@@ -275,17 +287,33 @@ def _prefill(llm: Any, runner: Any, tokens: int, chunk: int) -> Prefill:
     return Prefill(tokens, chunk, ms, paged / REPEATS, torch.cuda.max_memory_allocated() - held)
 
 
-def _counters(runner: Any) -> dict[str, tuple[int, int, int]]:
-    """By phase: the pager's hits, misses and paged bytes so far; zeros in an engine without it."""
+def bring_ahead(runner: Any, *, wanted: bool) -> None:
+    """Let the pager ask for bundles ahead from now on, or not, whatever its courier made of the last guesses."""
+    from vvllm_pager.guess_kernel import ENABLED
+
+    paging = _paging(runner)
+    if paging is not None and paging.scratch.foresight is not None:
+        paging.scratch.foresight.counters[ENABLED.value] = int(wanted)
+
+
+def _paging(runner: Any) -> Any:
+    return next((p for m in runner.get_model().modules() if (p := getattr(m, "paging", None))), None)
+
+
+def _counters(runner: Any) -> dict[str, tuple[int, ...]]:
+    """By phase: the pager's hits, misses and paged bytes so far, and under "ahead" the bundles brought ahead and used;
+    zeros in an engine without it."""
     import torch
 
     torch.cuda.synchronize()
     time.sleep(0.2)  # the pager counts device-driven steps a moment later
-    paging = next((p for m in runner.get_model().modules() if (p := getattr(m, "paging", None))), None)
+    paging = _paging(runner)
     if paging is None:
-        return dict.fromkeys(("decode", "prefill"), (0, 0, 0))
+        return dict.fromkeys(("decode", "prefill", "ahead"), (0, 0, 0))
     counted = paging.board.layers(len(paging.layers))
-    return {phase: tuple(np.sum(layers, axis=0)[:3].tolist()) for phase, layers in counted.items()}
+    ahead = paging.scratch.foresight
+    counts: dict[str, tuple[int, ...]] = {"ahead": ahead.counts() if ahead is not None else (0, 0)}
+    return counts | {phase: tuple(np.sum(layers, axis=0)[:3].tolist()) for phase, layers in counted.items()}
 
 
 def _bundle_bytes(llm: Any, layers: int) -> int:

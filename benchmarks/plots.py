@@ -40,7 +40,8 @@ def draw(found: dict[str, Any], directory: Path, name: str) -> list[Path]:
 
 def _decode(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
     figure, axes = _figure(title)
-    alone = sorted((row for row in rows if row["batch"] == 1), key=lambda row: row["hit_rate"])
+    by_rate = sorted((row for row in rows if row["batch"] == 1), key=lambda row: row["hit_rate"])
+    alone = [row for row in by_rate if row["predictability"] is None]
     rates = [row["hit_rate"] for row in alone]
     lines = {
         "stock, all experts in VRAM": ("stock_ms", "k-"),
@@ -53,6 +54,12 @@ def _decode(rows: list[dict[str, Any]], title: str, path: Path) -> Path:
         times = [row[key] for row in alone]
         if all(times):
             axes.plot(rates, [1e3 / ms for ms in times], style, label=label)
+    for share in sorted({row["predictability"] for row in by_rate} - {None}):
+        ahead = [row for row in by_rate if row["predictability"] == share]
+        label = f"paged, brought ahead by guesses of which {share:.0%} are right"
+        axes.plot(
+            [row["hit_rate"] for row in ahead], [1e3 / row["paged_ms"] for row in ahead], "^-", label=label
+        )
     axes.set_xlabel("experts of a step that were in VRAM")
     axes.set_ylabel("decode steps a second")
     return _save(figure, axes, path)

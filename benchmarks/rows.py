@@ -48,6 +48,12 @@ class DecodeRow:
     tokens_per_s: float
     """Of the paged engine's `LLM.generate`."""
     stock_tokens_per_s: float
+    predictability: float | None = None
+    """Of the guesses by which bundles were brought ahead; None where none were."""
+    brought_mib: float = 0.0
+    """A step."""
+    used: float = 0.0
+    """The share of the missed bundles that had been brought ahead."""
 
     @property
     def by_serial(self) -> float:
@@ -90,12 +96,13 @@ def decode_rows(engines: Engines, traces: Sequence[Played], *, slow: bool = Fals
     paged = engines.slow if slow else engines.paged
     assert paged is not None
     link = paged.fill_gbps if slow else paged.link_gbps["256"]
-    offloads = engines.offload.decode if engines.offload else [None] * len(traces)
+    # What is guessed is nothing to the other engines.
+    alone = [trace.path for trace in traces if trace.guesses is None]
+    stock = dict(zip(alone, engines.stock.decode, strict=True))
+    offloads = dict(zip(alone, engines.offload.decode, strict=True)) if engines.offload else {}
     return [
-        _decode_row(trace, link, paged.bundle_bytes, one, other, offload)
-        for trace, one, other, offload in zip(
-            traces, engines.stock.decode, paged.decode, offloads, strict=True
-        )
+        _decode_row(trace, link, paged.bundle_bytes, stock[trace.path], one, offloads.get(trace.path))
+        for trace, one in zip(traces, paged.decode, strict=True)
     ]
 
 
@@ -122,6 +129,9 @@ def _decode_row(
         max(stock_ms, loading_ms),
         1e3 * trace.batch / paged.generate_ms,
         1e3 * trace.batch / stock.generate_ms,
+        trace.predictability,
+        paged.brought / paged.steps * bundle / MIB,
+        paged.used / max(paged.misses, 1),
     )
 
 
@@ -155,10 +165,12 @@ def prefill_rows(engines: Engines, layers: int, experts: int, slots: int) -> lis
 
 def decode_table(rows: Sequence[DecodeRow]) -> str:
     """For a terminal or a README."""
-    head = "batch   hits  missed MiB   stock ms   paged ms       ±  serial ms  /serial  overlap ms  /overlap   share"
+    head = "batch   hits  guess  brought MiB   used  missed MiB   stock ms   paged ms       ±"
+    head += "  serial ms  /serial  overlap ms  /overlap   share"
     head += "   paged tok/s   stock tok/s   offload ms"
     lines = [
-        f"{row.batch:5}{row.hit_rate:7.3f}{row.missed_mib:12.1f}{row.stock_ms:11.3f}{row.paged_ms:11.3f}"
+        f"{row.batch:5}{row.hit_rate:7.3f}{_or_dash(row.predictability):>7}{row.brought_mib:13.1f}{row.used:7.2f}"
+        f"{row.missed_mib:12.1f}{row.stock_ms:11.3f}{row.paged_ms:11.3f}"
         f"{row.spread_ms:8.3f}{row.serial_ms:11.3f}{row.by_serial:9.3f}{row.overlapped_ms:12.3f}"
         f"{row.by_overlapped:10.3f}{row.share:8.3f}{row.tokens_per_s:14.1f}{row.stock_tokens_per_s:14.1f}"
         f"{_or_dash(row.offload_ms):>13}{'' if row.captured else '  no graph: times of LLM.generate'}"

@@ -25,6 +25,11 @@ class Shape:
     """For every engine, stock or not."""
 
     @property
+    def hidden(self) -> int:
+        """Columns of a token's state."""
+        return int(self.values["hidden_size"])
+
+    @property
     def layers(self) -> int:
         return int(self.values["num_hidden_layers"])
 

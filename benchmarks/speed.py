@@ -53,6 +53,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--layers", type=int, help="cut the model to its first layers")
     add("--slots", type=int, default=32, help="experts of each layer in VRAM (default 32)")
     add("--hit-rates", type=float, nargs="+", default=[0.65, 0.75, 0.85, 0.96, 1.0], help="for batch 1")
+    add(
+        "--predictability",
+        type=float,
+        nargs="*",
+        default=[0.9],
+        help="played again with bundles brought ahead by guesses of which so many are right (default 0.9)",
+    )
     add("--batches", type=int, nargs="*", default=[2, 4, 8], help="played too, at --batch-hit-rate")
     add("--batch-hit-rate", type=float, default=0.85)
     add("--prompts", type=int, nargs="*", default=[512, 2048, 8192], help="tokens of prompts to prefill")
@@ -72,8 +79,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     experts, top_k = SHAPES[args.model].experts, SHAPES[args.model].top_k
     if not top_k <= args.slots <= experts:
         parser.error(f"--slots must be {top_k} … {experts}")
-    if not all(0 <= rate <= 1 for rate in [*args.hit_rates, args.batch_hit_rate]):
-        parser.error("hit rates must be 0 … 1")
+    if not all(0 <= rate <= 1 for rate in [*args.hit_rates, args.batch_hit_rate, *args.predictability]):
+        parser.error("hit rates and predictability must be 0 … 1")
     if min(args.hit_rates) < 1 and args.slots == experts:
         parser.error("with a slot for every expert nothing can miss: --hit-rates 1")
     return args
@@ -88,6 +95,7 @@ def _job(args: argparse.Namespace, shape: Shape, scratch: Path) -> Job:
         layers=shape.layers,
         experts=shape.experts,
         top_k=shape.top_k,
+        hidden=shape.hidden,
         moe_backend="triton" if args.format == "bf16" else "marlin",
         additional_config=shape.additional_config,
         traces=[],
@@ -103,15 +111,22 @@ def _job(args: argparse.Namespace, shape: Shape, scratch: Path) -> Job:
     settle = traces.settling_steps(bare)
     played = [Played(str(scratch / f"{n}.npy"), batch, settle) for n, (batch, _) in enumerate(plays)]
     job = replace(job, traces=played)
+    guessed = []
     for number, (batch, rate) in enumerate(plays):
         length = replace(bare, batch=batch, steps=job.steps)
-        np.save(played[number].path, traces.synthetic(length, rate, number))
-    return job
+        trace = traces.synthetic(length, rate, number)
+        np.save(played[number].path, trace)
+        for share in args.predictability if batch <= traces.MOST_GUESSED else ():
+            path = str(scratch / f"{number}-{share}.npy")
+            np.save(path, traces.guesses(trace, shape.experts, share, number))
+            guessed.append(replace(played[number], predictability=share, guesses=path))
+    return replace(job, traces=[*played, *guessed])
 
 
 def _run_all(args: argparse.Namespace, shape: Shape, job: Job) -> Engines:
     most = most_tokens(args.slots, shape.top_k)
     paging = replace(job, slots=args.slots, captured=[size for size in job.captured if size <= most])
+    job = replace(job, traces=[played for played in job.traces if played.guesses is None])
     stock, paged = _run("stock", job), _run("paged", paging)
     offload = slow = None
     if args.offload:

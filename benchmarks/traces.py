@@ -11,6 +11,10 @@ Trace = NDArray[np.int32]
 """[layers, steps, batch, top_k] expert ids; the ids of a token are distinct."""
 
 
+MOST_GUESSED = 16
+"""Tokens of a batch that the pager guesses for (`vvllm_pager.foresight`)."""
+
+
 @dataclass(frozen=True)
 class TraceShape:
     """The layers that a trace is for, and its length."""
@@ -71,6 +75,24 @@ def synthetic(shape: TraceShape, hit_rate: float, seed: int) -> Trace:
         trace[:, step] = ids
         stamp[rows, ids] = step + 1 + np.arange(pairs) / pairs  # of repeats the last one counts
     return trace.reshape(layers, shape.steps, shape.batch, shape.top_k)
+
+
+def guesses(trace: Trace, experts: int, predictability: float, seed: int) -> Trace:
+    """What a guess at each step's experts says: a list of the same length, in random order.
+
+    Args:
+        predictability: the share of the ids that are right; the others are random experts that the step does not use.
+    """
+    rng = np.random.default_rng(seed)
+    layers, steps, _, top_k = trace.shape
+    drawn = trace.reshape(layers, steps, -1)
+    used = np.zeros((layers, steps, experts), np.bool_)
+    np.put_along_axis(used, drawn, True, axis=2)
+    keys = np.where(used, np.inf, rng.random(used.shape))
+    others = np.argsort(keys, axis=2)[:, :, :top_k].astype(np.int32)
+    wrong = np.broadcast_to(others[:, :, None, :], trace.shape)
+    guessed = np.where(rng.random(trace.shape) < predictability, trace, wrong)
+    return rng.permuted(guessed, axis=3)
 
 
 def _first(rng: np.random.Generator, among: NDArray[np.bool_], count: int) -> NDArray[np.int64]:

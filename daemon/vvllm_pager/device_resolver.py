@@ -6,7 +6,7 @@ in its decode graphs as it stands.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,6 +21,7 @@ from vvllm_pager.rounds import Rounds
 from vvllm_pager.slot_pool import TILE_BYTES
 
 if TYPE_CHECKING:
+    from vvllm_pager.foresight import Foresight
     from vvllm_pager.paging import Paging
     from vvllm_pager.routed_experts import PagedExperts
 
@@ -48,6 +49,8 @@ class Scratch:
         self.misses = words(1)
         self.ring = Ring(device)
         self.early = starts_early(device)
+        self.foresight: Foresight | None = None
+        """Once all layers are loaded, where there is any."""
 
 
 def starts_early(device: torch.device) -> bool:
@@ -91,10 +94,10 @@ class DeviceResolver:
         with stock_launch(layer, x, top_k):
             for number in range(count):
                 own = 0 if by_expert else size
-                slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase)
+                slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase, x)
                 if by_expert is not None:
                     blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
-                self._fill()
+                self._fill(self._ahead(x, top_k, live) if number == count - 1 else self._ahead())
                 if rounds:
                     rounds.mine = slots >= 0
                 with one_call(kernel, blocks, rounds):
@@ -116,8 +119,13 @@ class DeviceResolver:
                 seen.add(variant)
                 ids = self._scratch.misses.new_full((tokens, top_k), -1)
                 padding = torch.ones(tokens, dtype=torch.bool, device=ids.device)
-                self._resolve(ids, padding, 0, self._count(pairs), size, False, 0)
-        self._fill()
+                x = torch.zeros(
+                    tokens, self._layer.hidden_size, dtype=self._layer.params_dtype, device=ids.device
+                )
+                for number in range(self._count(pairs)):
+                    self._resolve(ids, padding, number, self._count(pairs), size, False, 0, x)
+                self._fill(self._ahead())
+                self._fill(self._ahead(x, top_k))
 
     def _count(self, pairs: int) -> int:
         """Rounds of a batch, whatever is routed where."""
@@ -132,13 +140,17 @@ class DeviceResolver:
         block: int,
         live: bool,
         phase: int,
+        x: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Blocks | None]:
         layer, scratch, table = self._layer, self._scratch, self._layer.pool.table.device
+        scoring: dict[str, Any] = {}
+        if scratch.foresight is not None and x is not None and number == 0:
+            scoring = scratch.foresight.scoring(layer.index, x)
         pairs, top_k = ids.numel(), ids.shape[1]
         slots = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
         blocks = Blocks.empty(block, pairs, layer.experts, ids.device) if block else None
         out = (blocks.pairs, blocks.owners, blocks.filled) if blocks else (slots, slots, slots)
-        resolve[(1,)](
+        resolve[(1 + (len(scoring["gate_p"]) if scoring else 0),)](
             ids,
             slots if padding is None else padding.view(torch.uint8),
             table["last_used"].view(torch.int64),
@@ -163,12 +175,20 @@ class DeviceResolver:
             ENTRIES=scratch.ring.entries,
             RING_IDS=scratch.ring.ids,
             EARLY=scratch.early,
+            **scoring,
             launch_pdl=scratch.early,
             num_warps=1 if max(layer.experts, pairs) <= _ONE_WARP else 8,
         )
         return slots, blocks
 
-    def _fill(self) -> None:
+    def _ahead(self, x: torch.Tensor | None = None, top_k: int = 0, live: bool = False) -> dict[str, Any]:
+        """What *fill* is told of bundles that travel ahead; with x, of those that are to be asked for too."""
+        foresight, index = self._scratch.foresight, self._layer.index
+        if foresight is None:
+            return {}
+        return foresight.lanes_of(index) if x is None else foresight.asking(index, x, top_k, live)
+
+    def _fill(self, ahead: dict[str, Any] | None = None) -> None:
         pool, scratch = self._layer.pool, self._scratch
         fill[(_FILLERS,)](
             pool.store_words,
@@ -178,6 +198,7 @@ class DeviceResolver:
             *(scratch.miss_experts, scratch.miss_slots, scratch.misses),
             TILE=TILE_BYTES // 8,
             EARLY=scratch.early,
+            **(ahead or {}),
             launch_pdl=scratch.early,
             num_warps=_FILLER_WARPS,
         )

@@ -181,6 +181,7 @@ class Paging:
                 self.scratch.ring, [layer.layout.bundle_bytes for layer in self.layers], self.board
             )
             weakref.finalize(self, self._ring.stop)
+            self._look_ahead(self.scratch)
         self.board.set("phase", Phase.WARMING)
         for layer in {(layer.experts, layer.slots, layer.top_k): layer for layer in self.layers}.values():
             layer.warm_up()
@@ -195,6 +196,15 @@ class Paging:
             (self.staging.nbytes if self.staging else 0) / limits.GIB,
             self.store.nbytes / limits.GIB,
         )
+
+    def _look_ahead(self, scratch: Scratch) -> None:
+        from vvllm_pager.foresight import look_ahead
+
+        gate_of = {id(runner.routed_experts): runner.gate for runner in _runners(self._config)}
+        gates = [gate_of.get(id(layer)) for layer in self.layers]
+        scratch.foresight = look_ahead(gates, self.layers, self.device)
+        if scratch.foresight is not None and scratch.foresight.courier is not None:
+            weakref.finalize(self, scratch.foresight.courier.stop)
 
     def trace_to(self, sender: TraceSender) -> None:
         """From now on tell `sender` what the routers choose."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vvllm_pager.guess_kernel import score
+
 
 # Without a variant for every layer's number: one compilation serves all layers and rounds of a size.
 @triton.jit(do_not_specialize=["N", "top_k", "round_", "live", "layer", "phase"])
@@ -58,8 +60,15 @@ def resolve(
     ENTRIES: tl.constexpr,
     RING_IDS: tl.constexpr,
     EARLY: tl.constexpr,
+    # With H, for a guess at what the next layer will miss; see `score`.
+    x_p=None,
+    gate_p=None,
+    correction_p=None,
+    scores_p=None,
+    H: tl.constexpr = 0,
 ):
-    """Make the experts of round `round_` resident in the table; one program.
+    """Make the experts of round `round_` resident in the table; one program, and with H one for each expert of the next
+    layer behind it, which have nothing to do with that.
 
     EP, SP and NP are E, S and N rounded up to powers of two. ROUNDS is how many rounds the batch may need; the
     experts that are resident come in the first. `live` is 0 in vLLM's own warm-up runs, which leave no statistics.
@@ -69,6 +78,12 @@ def resolve(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+    if H > 0:  # noqa: SIM102  # the outer one is Triton's to decide, when it compiles
+        if tl.program_id(0) > 0:
+            expert = tl.program_id(0) - 1
+            corrected: tl.constexpr = correction_p is not None
+            score(x_p, padding_p, gate_p, correction_p, scores_p, expert, N // top_k, H, MASKED, corrected)
+            return
     i = tl.arange(0, NP)
     e = tl.arange(0, EP)
     # All that a step without misses reads is asked for at once: since the last step the table has left the caches.

@@ -22,8 +22,8 @@ from vvllm_shared.residency.page_table import Ints
 _LANE_BYTES = 16 << 20
 """From here on the copy engine is at its full speed (54 GB/s on PCIe 5.0 x16; 1 MiB: 47)."""
 _MOST_BYTES, _MOST_LANES = 96 << 20, 6
-"""A wave of a 30B model's bundles in four bits with 32 slots, and what the link moves while attention runs and a batch is
-planned; less than a slot of all its layers. Two lanes there are in any case."""
+"""A wave of a 30B model's bundles in four bits with 32 slots, and what the link moves while attention runs and a batch
+is planned; less than a slot of all its layers. Two lanes there are in any case."""
 _DEALERS, _DEALER_WARPS = 64, 8
 
 

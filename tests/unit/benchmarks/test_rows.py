@@ -52,6 +52,16 @@ def test_bounds_of_decode() -> None:
     assert "no graph" in decode_table([one, many]).splitlines()[2]
 
 
+def test_a_trace_played_with_guesses_is_held_against_stock_without() -> None:
+    guessed = replace(TRACES[0], predictability=0.9, guesses="guesses.npy")
+    ahead = replace(PAGED.decode[0], graph_ms=[5.0], brought=200, used=120)
+    paged = replace(PAGED, decode=[*PAGED.decode, ahead])
+    row = decode_rows(Engines(STOCK, paged), [*TRACES, guessed])[2]
+    assert (row.stock_ms, row.paged_ms, row.predictability) == (4.0, 5.0, 0.9)
+    assert (row.brought_mib, row.used) == (20.0, 0.8)
+    assert "0.900" in decode_table([row])
+
+
 def test_a_slowed_link_moves_the_bounds() -> None:
     one = decode_rows(Engines(STOCK, PAGED, slow=PAGED), TRACES, slow=True)[0]
     assert one.serial_ms == pytest.approx(4 + 3)

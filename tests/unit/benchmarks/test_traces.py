@@ -25,3 +25,13 @@ def test_exact_lru_finds_the_wanted_share(hit_rate: float, batch: int) -> None:
             if step >= settle:
                 hits, misses = hits + plan.hits, misses + plan.misses
     assert hits / (hits + misses) == pytest.approx(hit_rate, abs=0.01)
+
+
+@pytest.mark.parametrize("predictability", [0.0, 0.8, 1.0])
+def test_so_many_of_the_guesses_are_right(predictability: float) -> None:
+    trace = traces.synthetic(traces.TraceShape(2, 64, 24, 4, 3, 300), 0.85, seed=1)
+    guesses = traces.guesses(trace, 64, predictability, seed=2)
+    assert guesses.shape == trace.shape
+    right = (guesses[..., :, None] == trace[..., None, :]).any(-1)
+    assert right.mean() == pytest.approx(predictability, abs=0.02)
+    assert all(len(set(row)) == 4 for row in guesses.reshape(-1, 4).tolist())

@@ -19,7 +19,7 @@ from vvllm_pager.resolve_kernel import resolve
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("checks", ["kernel_checks.py", "layer_checks.py"])
+@pytest.mark.parametrize("checks", ["kernel_checks.py", "layer_checks.py", "foresight_checks.py"])
 def test_in_tritons_interpreter(checks: str) -> None:
     """In a process of its own: Triton's library is interpreted only where the variable stands before its import."""
     run = subprocess.run(
@@ -41,6 +41,10 @@ POINTERS = {
     "counted_p": LONGS,
     "ring_head_p": LONGS,
 } | dict.fromkeys(("heat_p", "bias_p", "weights_p", "clock_p"), FLOATS)
+POINTERS |= {"x_p": "*bf16", "gate_p": "*bf16", "correction_p": "*fp32", "scores_p": "*fp32"}
+NOTHING_AHEAD = dict.fromkeys(("x_p", "gate_p", "correction_p", "scores_p")) | {"H": 0}
+NOTHING_ASKED = dict.fromkeys(("scores_p", "next_slot_of_p")) | {"NEXT_E": 0, "NEXT_EP": 0}
+NO_LANES = NOTHING_ASKED | dict.fromkeys(("lanes_p", "arrived_p", "asked_p", "counters_p", "box_p"))
 NUMBERS = dict.fromkeys(("N", "top_k", "round_", "live", "layer", "phase"), "i32")
 
 
@@ -62,20 +66,24 @@ def test_the_kernels_compile_for_the_cards_that_people_have(
         "RING_IDS": 512,
         "EARLY": capability >= 90,
     }
-    for variant in ({"ROUNDS": 1, "BLOCK": 0}, {"ROUNDS": 4, "BLOCK": 8}):
+    guess = {"H": 2048}
+    for variant in (
+        {"ROUNDS": 1, "BLOCK": 0} | NOTHING_AHEAD,
+        {"ROUNDS": 4, "BLOCK": 8} | guess | {"correction_p": None},
+        {"ROUNDS": 1, "BLOCK": 0} | guess,
+    ):
         constants = sizes | variant
         kinds = {name: (POINTERS | NUMBERS).get(name, WORDS) for name in resolve.arg_names}
         _compile(resolve, kinds, constants, target)
-    kinds = dict.fromkeys(fill.arg_names, WORDS) | {"store_p": LONGS, "tiles_p": LONGS}
-    assembly = _compile(
-        fill,
-        kinds | {"record_words": "i32", "tiles": "i32"},
-        {"TILE": 4096, "EARLY": capability >= 90},
-        target,
-    )
-    assert "ld.global.v2.b64" in assembly
-    assert "st.global.v2.b64" in assembly
-    assert ("griddepcontrol.wait" in assembly) == (capability >= 90)
+    kinds = dict.fromkeys(fill.arg_names, WORDS)
+    kinds |= dict.fromkeys(("store_p", "tiles_p", "lanes_p", "box_p"), LONGS)
+    kinds |= dict.fromkeys(("record_words", "tiles", "lane_words", "layer", "top_k", "live"), "i32")
+    kinds["scores_p"] = "*fp32"
+    for lanes in (NO_LANES, NOTHING_ASKED, {"NEXT_E": 128, "NEXT_EP": 128}):
+        assembly = _compile(fill, kinds, {"TILE": 4096, "EARLY": capability >= 90} | lanes, target)
+        assert "ld.global.v2.b64" in assembly
+        assert "st.global.v2.b64" in assembly
+        assert ("griddepcontrol.wait" in assembly) == (capability >= 90)
 
 
 def _compile(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], target: GPUTarget) -> str:

@@ -1,0 +1,141 @@
+"""The native thread serves whole messages, in order, and nothing else."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from couriers import functions, library
+from vvllm_pager.courier import Addresses, Courier, CourierError
+
+LAYERS, EXPERTS, RECORD, PLACES = 3, 5, 64, 2
+
+
+class Served:
+    """A courier on plain memory: lanes, numbers, and the box."""
+
+    def __init__(self) -> None:
+        self.stores = [
+            np.full((EXPERTS, RECORD), 10 * layer, np.uint8) + np.arange(EXPERTS, dtype=np.uint8)[:, None]
+            for layer in range(LAYERS)
+        ]
+        self.lanes = np.zeros((2, PLACES, RECORD), np.uint8)
+        self.arrived = np.zeros((2, PLACES), np.uint32)
+        self.enabled = np.ones(1, np.uint32)
+        self.box = np.zeros(PLACES + 1, np.uint64)
+        addresses = Addresses(
+            self.box.ctypes.data,
+            self.lanes.ctypes.data,
+            RECORD,
+            self.arrived.ctypes.data,
+            self.enabled.ctypes.data,
+            PLACES,
+        )
+        records = [(store.ctypes.data, RECORD, EXPERTS) for store in self.stores]
+        self.courier = Courier(functions(), addresses, records)
+
+    def post(self, number: int, wanted: list[tuple[int, int]], used: int = 0) -> None:
+        """`wanted`: (layer, expert) by place, expert -1 for none."""
+        for place, (layer, expert) in enumerate(wanted):
+            self.box[place] = number << 32 | layer << 16 | expert + 1
+        self.box[PLACES] = number << 32 | used
+
+    def wait(self, layer: int, place: int, number: int) -> None:
+        end = time.monotonic() + 10
+        while self.arrived[layer % 2, place] != number:
+            assert time.monotonic() < end, "not served"
+            time.sleep(0.0002)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.courier.stop()
+
+
+def test_each_message_is_brought_into_the_lanes_of_its_layers_parity(served: Served) -> None:
+    for number in range(1, 200):
+        layer, experts = number % LAYERS, (number % EXPERTS, (number + 2) % EXPERTS)
+        served.post(number, [(layer, expert) for expert in experts], used=number)
+        for place, expert in enumerate(experts):
+            served.wait(layer, place, number)
+            assert (served.lanes[layer % 2, place] == 10 * layer + expert).all()
+    assert served.courier.brought == 2 * 199
+
+
+def test_it_wakes_from_its_sleep(served: Served) -> None:
+    for number in (1, 2):
+        time.sleep(0.2)
+        served.post(number, [(0, 3), (0, -1)])
+        served.wait(0, 0, number)
+    assert served.courier.brought == 2
+
+
+def test_a_message_of_which_half_has_arrived_waits_for_the_rest(served: Served) -> None:
+    served.post(1, [(0, 1), (0, 2)])
+    served.wait(0, 1, 1)
+    served.box[0] = 2 << 32 | 4
+    time.sleep(0.05)
+    assert served.courier.brought == 2
+    served.post(2, [(0, 3), (0, -1)])
+    served.wait(0, 0, 2)
+    assert (served.lanes[0, 0] == 3).all()
+    assert served.arrived[0, 1] == 1
+
+
+@pytest.mark.parametrize("wrong", [(LAYERS, 0), (0, EXPERTS), (0xFFFF, 0xFFFE - 1)])
+def test_what_does_not_exist_is_not_read(served: Served, wrong: tuple[int, int]) -> None:
+    served.post(1, [wrong, (1, 2)])
+    served.wait(1, 1, 1)
+    assert served.courier.brought == 1
+    assert served.courier.error == 0
+
+
+def test_guesses_that_are_not_used_are_switched_off_and_tried_again(served: Served) -> None:
+    def post(number: int, used: int) -> None:
+        served.post(number, [(0, 1), (0, 2)], used)
+        served.wait(0, 1, number)
+
+    for number in range(1, 257):
+        post(number, used=number // 2 + 2)  # a quarter of what was brought, and more
+    assert served.enabled[0] == 1
+    for number in range(257, 514):
+        post(number, used=131)
+    end = time.monotonic() + 5
+    while served.enabled[0] == 1:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    end = time.monotonic() + 10
+    while served.enabled[0] == 0:
+        assert time.monotonic() < end, "guessed no more"
+        time.sleep(0.01)
+
+
+def test_it_ends_with_the_first_error_of_cuda(served: Served) -> None:
+    ctypes.c_int.in_dll(library(), "fails").value = 719
+    try:
+        served.post(1, [(0, 1), (0, 2)])
+        end = time.monotonic() + 10
+        while not served.courier.error:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+    finally:
+        ctypes.c_int.in_dll(library(), "fails").value = 0
+    assert (served.courier.error, served.courier.brought) == (719, 0)
+    assert served.arrived[0, 0] == 0
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"), [("false", "could not compile"), ("/nowhere/cc", "could not compile")]
+)
+def test_without_a_compiler_there_is_no_courier(
+    compiler: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with pytest.raises(CourierError, match=says):
+        Served()
