@@ -52,6 +52,7 @@ class Streams:
         self._accesses: dict[int, list[tuple[str, _Stream, int]]] = {}
         self.memory_of: dict[int, int] = {}
         """A lane's memory, by its event."""
+        self.lane_bytes = 0
         self.overlapped = False
         """Whether anything was ever written beside the compute stream while it had not read everything yet."""
         for name, made in (
@@ -64,14 +65,16 @@ class Streams:
         watch, lane, fill = self, staging._Lane, staging.fill
 
         class Lane(lane):  # type: ignore[valid-type, misc]
-            def __init__(self, memory: torch.Tensor) -> None:
-                super().__init__(memory)
+            def __init__(self, memory: torch.Tensor, at: int) -> None:
+                super().__init__(memory, at)
+                watch.lane_bytes = len(memory)
                 watch.memory_of[id(self.arrived)] = self.memory.data_ptr()
 
         class Fill:
             def __getitem__(self, grid: tuple[int]) -> Any:
                 def launch(source: Any, words: int, tiles: Any, count: int, numbers: Any, slots: Any, *rest: Any, **named: Any) -> None:  # fmt: skip  # noqa: E501
-                    watch.access("read", source.data_ptr())
+                    for lane in {place * 256 // watch.lane_bytes for place in numbers.tolist()}:
+                        watch.access("read", source.data_ptr() + lane * watch.lane_bytes)
                     for slot in slots.tolist():
                         watch.access("write", int(tiles[0][0]) + slot * int(tiles[0][1]))
                     fill[grid](source, words, tiles, count, numbers, slots, *rest, **named)

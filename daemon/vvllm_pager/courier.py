@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vvllm_pager.driver import cuda
+
 _SOURCE = Path(__file__).with_name("courier.c")
 _WORD = ctypes.c_uint64
 
@@ -36,14 +38,13 @@ class Functions:
         Raises:
             CourierError: the driver does not let a stream write values.
         """
-        cuda = ctypes.CDLL("libcuda.so.1")
         names = ("cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuCtxSetCurrent")
         try:
-            found = [ctypes.cast(cuda[name], ctypes.c_void_p).value or 0 for name in names]
+            found = [ctypes.cast(cuda()[name], ctypes.c_void_p).value or 0 for name in names]
         except AttributeError as error:
             raise CourierError(f"the CUDA driver is too old: {error}") from error
         context = ctypes.c_void_p()
-        if cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+        if cuda().cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
             raise CourierError("no CUDA context is current")
         copy, write, make_current = found
         return cls(copy, write, make_current, context.value, stream)

@@ -139,6 +139,7 @@ class SlotMarlin(SlotKernel, MarlinExperts):
             # Swapped, see MarlinExperts.workspace_shapes.
             intermediate_cache13=workspace2,
             intermediate_cache2=workspace13,
+            output=None if self.rounds is None else self.rounds.rows,
             input_dtype=self.input_dtype,
         )
         self.moe_sum(rows.view(-1, top_k, rows.shape[-1]), output)

@@ -13,28 +13,36 @@ class Rounds:
 
     Args:
         rounds: how many calls.
+        rows: [T * k, H] into which a kernel writes the rows of its call, and no others, by itself; None where they are
+            to be copied out of what it gives.
         nobody: int64, indices of the pairs that no call computes, where `mine` is indices.
     """
 
     mine: torch.Tensor
-    """The pairs of the running call: bool [T, k] where sizes must not depend on the routing, else int64 [n] of their
-    indices among T * k."""
+    """The pairs of the running call, where they are copied: bool [T, k] where sizes must not depend on the routing,
+    else int64 [n] of their indices among T * k."""
 
-    def __init__(self, rounds: int, nobody: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, rounds: int, rows: torch.Tensor | None = None, nobody: torch.Tensor | None = None
+    ) -> None:
         self._left = rounds
         self._nobody = nobody
         self._rows: torch.Tensor | None = None
+        self.rows = rows
 
     def merge(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Take this round's rows.
 
         Args:
-            rows: [T, k, H], of which those of other rounds are garbage.
+            rows: [T, k, H], of which those of other rounds are garbage, or all rounds' `rows`.
 
         Returns:
-            All rows after the last round; nobody's are zero.
+            All rows after the last round; nobody's are zero, where this object has copied them.
         """
-        self._rows = self._masked(rows) if self.mine.dtype == torch.bool else self._indexed(rows)
+        if self.rows is not None:
+            self._rows = rows
+        else:
+            self._rows = self._masked(rows) if self.mine.dtype == torch.bool else self._indexed(rows)
         self._left -= 1
         return None if self._left else self._rows
 

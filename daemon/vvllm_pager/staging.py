@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vvllm_pager.driver import copy_to_device
 from vvllm_pager.fill_kernel import fill
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
 from vvllm_shared.residency.page_table import Ints
@@ -25,35 +26,38 @@ _MOST_BYTES, _MOST_LANES = 96 << 20, 6
 """A wave of a 30B model's bundles in four bits with 32 slots, and what the link moves while attention runs and a batch
 is planned; less than a slot of all its layers. Two lanes there are in any case."""
 _DEALERS, _DEALER_WARPS = 64, 8
-
-
-@dataclass(eq=False)
-class _Piece:
-    """Records that share a lane."""
-
-    pool: SlotPool
-    experts: list[int]
-    wanted: int
-    """Records that are still to be dealt out."""
-    lane: _Lane | None = None
-    """Once the copy is queued."""
+_UNIT = 256
+"""Bytes in which a record's place is counted; records are whole multiples (`bundle.py`)."""
 
 
 @dataclass(eq=False)
 class _Lane:
     memory: torch.Tensor
-    """uint8, room for at least one record."""
+    """uint8, room for at least one record: a part of all lanes' memory."""
+    at: int
+    """Where it begins there."""
     arrived: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event())  # noqa: PLW0108  # tests replace it
     released: torch.cuda.Event | None = None
     """When its last content had been dealt out or given up; None where it never had one."""
+    taken: bool = False
 
 
-Place = tuple[_Piece, int]
-"""Where a record is: its piece, and its number within it."""
+@dataclass(eq=False)
+class Piece:
+    """Records that share a lane."""
+
+    pool: SlotPool
+    experts: list[int]
+    lane: _Lane
+    """Its turn may be yet to come."""
+    wanted: int
+    """Records that are still to be dealt out."""
+    sent: bool = False
+    """Whether the copies are queued."""
 
 
 class Staging:
-    """One engine's lanes. Layers use them one after the other.
+    """One engine's lanes. Layers use them one after the other, and pieces use the lanes in turn.
 
     Args:
         record_bytes: of the largest record.
@@ -61,18 +65,21 @@ class Staging:
     """
 
     def __init__(self, record_bytes: int, device: torch.device) -> None:
-        size = max(_LANE_BYTES, record_bytes)
-        lanes = max(2, min(_MOST_LANES, _MOST_BYTES // size))
-        self.nbytes = lanes * size
+        size = -(-max(_LANE_BYTES, record_bytes) // _UNIT) * _UNIT
+        count = max(2, min(_MOST_LANES, _MOST_BYTES // size))
+        self.nbytes = count * size
         """In VRAM."""
-        self._idle = deque(_Lane(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(lanes))
+        self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self._lanes = [_Lane(self._memory[at : at + size], at) for at in range(0, self.nbytes, size)]
+        self._turn = 0
+        """Of the lanes, for the next piece that is made."""
         self._copies = torch.cuda.Stream(device)
         # An expert kernel takes all multiprocessors: what is small and waited for goes first.
         self._deals = torch.cuda.Stream(device, priority=-1)
-        self._waiting: deque[_Piece] = deque()
-        self._sent: deque[_Piece] = deque()
-        # Numbers of records, and how many: *fill* reads them from memory.
-        self._numbers = torch.arange(size // 256 + 1, dtype=torch.int32, device=device)
+        self._waiting: deque[Piece] = deque()
+        self._sent: deque[Piece] = deque()
+        # How many: *fill* reads it from memory.
+        self._counts = torch.arange(self.nbytes // _UNIT + 1, dtype=torch.int32, device=device)
 
     def send(self, pool: SlotPool, experts: Ints) -> None:
         """Begin to bring records of a layer here, as lanes get free.
@@ -84,10 +91,11 @@ class Staging:
         each = max(_LANE_BYTES // pool.layout.record_bytes, 1)
         for start in range(0, len(experts), each):
             piece = experts[start : start + each].tolist()
-            self._waiting.append(_Piece(pool, piece, len(piece)))
+            self._waiting.append(Piece(pool, piece, self._lanes[self._turn], len(piece)))
+            self._turn = (self._turn + 1) % len(self._lanes)
         self._pump()
 
-    def expect(self, pool: SlotPool, experts: Ints) -> list[Place]:
+    def expect(self, pool: SlotPool, experts: Ints) -> tuple[list[Piece], Ints]:
         """Where each of these records is or will be; what was sent for nothing makes room.
 
         Args:
@@ -95,7 +103,7 @@ class Staging:
             experts: ascending: what `deal` will be asked for, in this order.
 
         Returns:
-            For each its piece and its number within it.
+            For each its piece, and its place in the lanes.
         """
         wanted = set(experts.tolist())
         here = [expert for piece in self._sent if piece.pool is pool for expert in piece.experts]
@@ -104,35 +112,36 @@ class Staging:
         useful = not (rest and here) or here[-1] < rest[0]
         sent, self._sent = self._sent, deque()
         for piece in sent:
-            assert piece.lane is not None  # noqa: S101  # it was sent
             piece.wanted = len(wanted.intersection(piece.experts)) if useful and piece.pool is pool else 0
             if piece.wanted:
                 self._sent.append(piece)
             else:
-                # A step that failed may have dealt out some of it.
-                piece.lane.released = self._deals.record_event()
-                self._idle.append(piece.lane)
-        self._waiting.clear()
+                self._release(piece.lane)  # a step that failed may have dealt out some of it
+        if self._waiting:
+            self._turn = self._lanes.index(self._waiting[0].lane)
+            self._waiting.clear()
         self.send(pool, np.array(rest if useful else experts, np.int32))
+        nbytes = pool.layout.record_bytes
         places = {
-            expert: (piece, number)
+            expert: (piece, (piece.lane.at + number * nbytes) // _UNIT)
             for piece in [*self._sent, *self._waiting]
             for number, expert in enumerate(piece.experts)
         }
-        return [places[expert] for expert in experts.tolist()]
+        found = [places[expert] for expert in experts.tolist()]
+        return [piece for piece, _ in found], np.array([place for _, place in found], np.int32)
 
     def deal(
         self,
-        places: Sequence[Place],
-        numbers: torch.Tensor,
+        pieces: Sequence[Piece],
+        places: torch.Tensor,
         slots: torch.Tensor,
         after: torch.cuda.Event,
     ) -> torch.cuda.Event:
         """Deal records out to slots.
 
         Args:
-            places: of `expect`, the next ones.
-            numbers, slots: int32 on the device, for each its number within the piece and its slot.
+            pieces: of `expect`, the next ones.
+            places, slots: int32 on the device, for each record its place in the lanes and its slot.
             after: an event after which the slots may be overwritten.
 
         Returns:
@@ -140,54 +149,57 @@ class Staging:
         """
         self._deals.wait_event(after)
         start = 0
-        while start < len(places):
-            piece = places[start][0]
-            end = start + 1
-            while end < len(places) and places[end][0] is piece:
+        while start < len(pieces):
+            # Half of the lanes at once: few launches, and the other half fills meanwhile.
+            group = list(dict.fromkeys(pieces[start:]))[: max(len(self._lanes) // 2, 1)]
+            group = [piece for piece in group if piece.sent]
+            assert group, "a piece's turn did not come"  # noqa: S101  # those before it have given their lanes back
+            end = start
+            while end < len(pieces) and pieces[end] in group:
+                pieces[end].wanted -= 1
                 end += 1
-            self._deal_piece(piece, numbers[start:end], slots[start:end])
+            self._deal(group, places[start:end], slots[start:end])
             start = end
         return self._deals.record_event()
 
-    def _deal_piece(self, piece: _Piece, numbers: torch.Tensor, slots: torch.Tensor) -> None:
-        lane, pool, count = piece.lane, piece.pool, len(slots)
-        assert lane is not None  # noqa: S101  # pieces before it have given their lanes back
-        words = pool.layout.record_bytes // 8
+    def _deal(self, group: list[Piece], places: torch.Tensor, slots: torch.Tensor) -> None:
+        pool = group[0].pool
         with torch.cuda.stream(self._deals):
-            self._deals.wait_event(lane.arrived)
+            self._deals.wait_event(group[-1].lane.arrived)  # the others arrived before it
             fill[(_DEALERS,)](
-                lane.memory.view(torch.int64),
-                words,
+                self._memory.view(torch.int64),
+                _UNIT // 8,
                 pool.tiles,
                 len(pool.tiles),
-                numbers,
+                places,
                 slots,
-                self._numbers[count:],
+                self._counts[len(slots) :],
                 TILE=TILE_BYTES // 8,
                 EARLY=False,
                 num_warps=_DEALER_WARPS,
             )
-        piece.wanted -= count
-        if not piece.wanted:
-            lane.released = self._deals.record_event()
-            self._sent.remove(piece)
-            self._idle.append(lane)
-            self._pump()
+        for piece in group:
+            if not piece.wanted:
+                self._sent.remove(piece)
+                self._release(piece.lane)
+        self._pump()
+
+    def _release(self, lane: _Lane) -> None:
+        lane.released, lane.taken = self._deals.record_event(), False
 
     def _pump(self) -> None:
-        while self._waiting and self._idle:
-            piece, lane = self._waiting.popleft(), self._idle.popleft()
-            piece.lane = lane
-            nbytes = piece.pool.layout.record_bytes
+        while self._waiting and not self._waiting[0].lane.taken:
+            piece = self._waiting.popleft()
+            lane = piece.lane
             if lane.released is not None:
                 self._copies.wait_event(lane.released)
+            at, nbytes = 0, piece.pool.layout.record_bytes
             with torch.cuda.stream(self._copies):
-                at = 0
                 for first, count in _runs(piece.experts):
-                    room = lane.memory[at : at + count * nbytes].view(count, nbytes)
-                    room.copy_(piece.pool.store[first : first + count], non_blocking=True)
+                    copy_to_device(lane.memory, at, piece.pool.store, first * nbytes, count * nbytes)
                     at += count * nbytes
-                self._copies.record_event(lane.arrived)
+            self._copies.record_event(lane.arrived)
+            lane.taken = piece.sent = True
             self._sent.append(piece)
 
 

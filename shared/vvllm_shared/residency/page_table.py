@@ -75,24 +75,28 @@ class PageTable:
         """Number of the layer's last step; 0 before the first."""
         return int(self.clock[0])
 
-    def touch(self, flat_ids: Ints, decay: float) -> None:
+    def touch(self, flat_ids: Ints, decay: float) -> Bools:
         """Begin the next step, and record the experts that it needs. A step of nobody is none.
 
         Args:
-            flat_ids: the step's (token, k) pairs in order, repeats included; negative ids are nobody's.
+            flat_ids: the step's (token, k) pairs in order, repeats included; ids of -1 are nobody's.
             decay: see `Weights.heat_decay`.
+
+        Returns:
+            [E] whether the step needs it.
         """
-        valid = np.flatnonzero(flat_ids >= 0)
-        if not len(valid):
-            return
-        self.clock[0] += 1
-        used = flat_ids[valid]
-        # Where an expert repeats, numpy's assignment keeps the last: recency is the last occurrence's.
-        self.last_used[used] = self.clock[0] + (valid + 1) / (len(flat_ids) + 1)
-        self.heat *= decay
-        needed = np.zeros(self.experts, np.bool_)
-        needed[used] = True
-        self.heat[needed] += 1.0
+        # Where an expert repeats, numpy's assignment keeps the last: recency is the last occurrence's. One more place,
+        # which -1 means too, is nobody's.
+        last = np.full(self.experts + 1, -1)
+        last[flat_ids] = np.arange(len(flat_ids))
+        last = last[:-1]
+        needed: Bools = last >= 0
+        if needed.any():
+            self.clock[0] += 1
+            self.last_used[needed] = self.clock[0] + (last[needed] + 1) / (len(flat_ids) + 1)
+            self.heat *= decay
+            self.heat[needed] += 1.0
+        return needed
 
     def victims(self, count: int, keep: Bools, weights: Weights) -> Ints:
         """The `count` slots to give up: empty ones first, then by the lowest score; ties by slot number.

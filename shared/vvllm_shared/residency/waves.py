@@ -86,7 +86,7 @@ def plan_step(
     """Plan a step, and bring `table` to what it will be when the step is done.
 
     Args:
-        ids: [T, k] expert ids of the batch; negative ids (padding) are nobody's and belong to no wave.
+        ids: [T, k] expert ids of the batch; ids of -1 (padding) are nobody's and belong to no wave.
         table: the layer's page table; changed.
         weights: the victim formula's.
         pair_waves_above: batches of more tokens than this are cut into pair waves, smaller ones into token waves.
@@ -96,11 +96,8 @@ def plan_step(
     Returns:
         The waves in order. No pairs at all is one wave without experts.
     """
-    flat = ids.reshape(-1)
-    needed = np.zeros(table.experts, np.bool_)
-    needed[flat[flat >= 0]] = True
+    needed = table.touch(ids.reshape(-1), weights.heat_decay)
     resident = needed & (table.slot_of != EMPTY)
-    table.touch(flat, weights.heat_decay)
 
     by_pairs = force_pairs
     everyone = (0, ids.shape[0])
