@@ -31,6 +31,8 @@ class CacheStatus:
     """The expert cache: its shape, and counters since the engine started.
 
     Attributes:
+        brought_ahead: bundles that were brought because a guess asked for them, beside `bytes_paged`.
+        used_ahead: those that were wanted.
         traces_sent: messages to the policy process about what the router chose.
         traces_dropped: those that it was too slow for.
         advice_applied: layers that took advice; one message may be for all.
@@ -45,6 +47,8 @@ class CacheStatus:
     hits: int = 0
     misses: int = 0
     bytes_paged: int = 0
+    brought_ahead: int = 0
+    used_ahead: int = 0
     token_waves: int = 0
     pair_waves: int = 0
     steps: int = 0

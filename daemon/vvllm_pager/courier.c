@@ -52,6 +52,7 @@ struct courier {
     _Atomic int over;
     _Atomic int error;
     _Atomic uint64_t brought;
+    _Atomic uint32_t used;
     uint32_t window_brought, window_used;
     time_t paused_until; /* 0: not paused */
 };
@@ -103,6 +104,7 @@ static void bring(struct courier *courier, const uint64_t *words) {
 
 /* Guesses that are mostly wrong take the link's time for nothing: stop asking, and try again later. */
 static void judge(struct courier *courier, uint32_t used) {
+    courier->used = used;
     if (courier->window_brought < WINDOW) return;
     if ((used - courier->window_used) * LEAST_USED < courier->window_brought) {
         check(courier, courier->route.write(courier->route.stream, courier->route.enabled, 0, 0));
@@ -157,10 +159,12 @@ struct courier *courier_start(const struct route *route) {
 
 uint64_t courier_brought(struct courier *courier) { return courier->brought; }
 
+uint32_t courier_used(struct courier *courier) { return courier->used; }
+
 int courier_error(struct courier *courier) { return courier->error; }
 
+/* What it counted may still be asked for, by other threads too: it is not freed. */
 void courier_stop(struct courier *courier) {
     courier->over = 1;
     pthread_join(courier->thread, NULL);
-    free(courier);
 }

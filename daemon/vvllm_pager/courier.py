@@ -94,29 +94,37 @@ class Courier:
         self._library = _compile()
         self._library.courier_start.restype = ctypes.c_void_p
         self._library.courier_brought.restype = _WORD
+        self._library.courier_used.restype = ctypes.c_uint32
         self._layers = (_Layer * len(layers))(*(_Layer(*layer) for layer in layers))
         self._route = _Route(layers=ctypes.addressof(self._layers), layer_count=len(layers))
         for name, value in (vars(functions) | vars(addresses)).items():
             setattr(self._route, name, value)
-        self._thread = self._library.courier_start(ctypes.byref(self._route))
-        if not self._thread:
+        started = self._library.courier_start(ctypes.byref(self._route))
+        if not started:
             raise CourierError("no thread could be started")
+        self._thread = ctypes.c_void_p(started)
+        self._stopped = False
 
     @property
     def brought(self) -> int:
         """Bundles so far."""
-        return int(self._library.courier_brought(ctypes.c_void_p(self._thread)))
+        return int(self._library.courier_brought(self._thread))
+
+    @property
+    def used(self) -> int:
+        """How many of them had been wanted when the last message was posted."""
+        return int(self._library.courier_used(self._thread))
 
     @property
     def error(self) -> int:
         """What CUDA said when the thread gave up; 0 while it runs."""
-        return int(self._library.courier_error(ctypes.c_void_p(self._thread)))
+        return int(self._library.courier_error(self._thread))
 
     def stop(self) -> None:
         """End the thread. What it has queued still runs."""
-        thread, self._thread = self._thread, None
-        if thread:
-            self._library.courier_stop(ctypes.c_void_p(thread))
+        if not self._stopped:
+            self._stopped = True
+            self._library.courier_stop(self._thread)
 
 
 def _compile() -> ctypes.CDLL:

@@ -205,6 +205,8 @@ class Paging:
         scratch.foresight = look_ahead(gates, self.layers, self.device)
         if scratch.foresight is not None and scratch.foresight.courier is not None:
             weakref.finalize(self, scratch.foresight.courier.stop)
+            assert self._ring is not None  # noqa: S101  # made just before
+            self._ring.courier = scratch.foresight.courier
 
     def trace_to(self, sender: TraceSender) -> None:
         """From now on tell `sender` what the routers choose."""

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
+from vvllm_pager.courier import Courier
 from vvllm_pager.device_table import COUNTS
 from vvllm_pager.trace import StepTrace
 from vvllm_shared.board import PHASES, Board
@@ -78,6 +79,8 @@ class RingThread:
         self._totals = np.zeros((len(bundle_bytes), len(PHASES), len(COUNTS)), np.int64)
         self.trace: StepTrace | None = None
         """Set once somebody wants traces."""
+        self.courier: Courier | None = None
+        """Set once there is one: what it brought is counted here too."""
         self._ring = ring  # the reader's array is a view of its memory
         self._over = threading.Event()
         threading.Thread(target=self._run, name="vvllm-ring", daemon=True).start()
@@ -94,6 +97,8 @@ class RingThread:
                     self._count(entries)
                     if self.trace is not None:
                         self._observe(self.trace, entries)
+                if self.courier is not None:
+                    self._count_courier(self.courier)
             except Exception:
                 # The counters are the watchdog's measure: one bad look must not end them.
                 if not failed:
@@ -119,6 +124,13 @@ class RingThread:
                 pair_waves=waves,
                 steps=int(steps[layer, phase]),
             )
+
+    def _count_courier(self, courier: Courier) -> None:
+        self._board.set("brought_ahead", courier.brought)
+        self._board.set("used_ahead", courier.used)
+        if courier.error:
+            log.warning("Bundles are not brought ahead any more: CUDA gave error %d", courier.error)
+            self.courier = None
 
     @staticmethod
     def _observe(trace: StepTrace, entries: Entries) -> None:

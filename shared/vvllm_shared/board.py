@@ -53,6 +53,8 @@ FIELDS = (
     "hits",  # distinct experts of a layer's batch that were in a slot
     "misses",  # … that had to be paged in; a token wave's second load of an expert counts again
     "bytes_paged",
+    "brought_ahead",  # bundles that a guess asked for; they cross the link beside those of the misses
+    "used_ahead",  # … and that were misses when their layer came
     "token_waves",  # kernel calls beyond a layer's first
     "pair_waves",
     "traces_sent",

@@ -75,8 +75,8 @@ def test_the_shape_of_a_status() -> None:
         },
         "cache": {
             "layers": 0, "experts": 0, "slots": 0, "bundle_bytes": 0, "hits": 0, "misses": 0,
-            "bytes_paged": 0, "token_waves": 0, "pair_waves": 0, "steps": 0, "traces_sent": 0, "traces_dropped": 0,
-            "advice_applied": 0,
+            "bytes_paged": 0, "brought_ahead": 0, "used_ahead": 0, "token_waves": 0, "pair_waves": 0, "steps": 0,
+            "traces_sent": 0, "traces_dropped": 0, "advice_applied": 0,
         },
     }  # fmt: skip
 

@@ -65,6 +65,8 @@ def test_each_message_is_brought_into_the_lanes_of_its_layers_parity(served: Ser
         for place, expert in enumerate(experts):
             served.wait(layer, place, number)
             assert (served.lanes[layer % 2, place] == 10 * layer + expert).all()
+    assert (served.courier.brought, served.courier.used) == (2 * 199, 199)
+    served.courier.stop()
     assert served.courier.brought == 2 * 199
 
 
