@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.engine
 
@@ -242,3 +245,17 @@ def test_triton_calls_the_hooks_around_a_compile(monkeypatch: pytest.MonkeyPatch
 
 def _kernel(x: Any, n: Any) -> None:
     pass
+
+
+def test_a_process_of_vllm_may_use_amx_before_its_first_prompt() -> None:
+    """vLLM uses it without asking Linux, and would be killed: the plugin asks."""
+    code = (
+        "import ctypes, vvllm_pager; vvllm_pager.register()\n"
+        "allowed = ctypes.c_ulong()\n"
+        "ctypes.CDLL(None).syscall(158, 0x1022, ctypes.byref(allowed))\n"  # arch_prctl, ARCH_GET_XCOMP_PERM
+        "print(allowed.value >> 18 & 1)"  # XFEATURE_XTILEDATA
+    )
+    if not torch.cpu._is_amx_tile_supported():
+        pytest.skip("this CPU has no AMX")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split()[-1] == "1"
