@@ -150,6 +150,27 @@ def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, s
     del llm
 
 
+def test_bundles_are_brought_ahead_and_taken(model: Callable[[str, str], Path]) -> None:
+    """By the gates of a real model, random as they are; and what comes so changes no answer (above)."""
+    set_environment()
+    from vllm import LLM, SamplingParams
+
+    cache = {"expert_cache": {"slots": 12}}
+    llm = LLM(
+        model=str(model("qwen3_moe", "bf16")),
+        **engine_args("qwen3_moe", additional_config=cache, **FULL),
+    )
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
+    assert layers[0].paging.scratch.foresight is not None
+    llm.generate([{"prompt_token_ids": SHORT}], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    time.sleep(0.5)
+    board = layers[0].paging.board
+    assert 0 < board.get("used_ahead") <= board.get("brought_ahead")
+    assert board.get("used_ahead") < board.get("misses")
+    del llm
+
+
 def test_captures_that_only_the_host_could_page_for_are_refused(model: Callable[[str, str], Path]) -> None:
     from vvllm_shared.errors import ConfigError
 
