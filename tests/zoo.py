@@ -15,9 +15,6 @@ from vvllm_msd import demo_model
 ZooModel = Callable[[str], Path]
 """Of the fixture `zoo_model`: a family's name to the directory of its model."""
 
-ENGINE_ARGS: dict[str, dict[str, Any]] = {"deepseek_v2": {"block_size": 16}}
-"""What a family's engine needs besides the defaults: MLA's reference kernel on the CPU wants blocks of 16."""
-
 _SMALL: dict[str, Any] = demo_model.COMMON | {
     "hidden_size": 64,
     "num_hidden_layers": 2,

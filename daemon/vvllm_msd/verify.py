@@ -101,7 +101,7 @@ def compare(model: Path, top_k: int, size: Cache, reference: str, scratch: Path)
     asked = questions(vocabulary, limit - MAX_TOKENS - 8)
 
     def ask(cache: Cache | None, on_cpu: Cache = _NOTHING_MORE, offload_gb: float = 0) -> Result:
-        return run_engine(_job(model, text, asked, cache, on_cpu, limit, offload_gb), scratch)
+        return run_engine(_job(model, asked, cache, on_cpu, limit, offload_gb), scratch)
 
     poisoned = {**size, "poison": True}
     engines: dict[str, tuple[Cache, Cache, bool]]
@@ -184,7 +184,6 @@ def _sigterm_unwinds() -> Iterator[None]:
 
 def _job(
     model: Path,
-    text: dict[str, Any],
     asked: list[Question],
     cache: Cache | None,
     cache_on_cpu: Cache,
@@ -206,9 +205,6 @@ def _job(
     if cache is not None:
         arguments["additional_config"] = {"expert_cache": dict(cache)}
         on_cpu["additional_config"] = {"expert_cache": {**cache, **cache_on_cpu}}
-    # The one block size that vLLM's MLA kernel for the CPU computes.
-    if "kv_lora_rank" in text:
-        on_cpu["block_size"] = 16
     on_cuda = {"compilation_config": _GRAPHS}
     return Job(str(model), [q.prompts for q in asked], MAX_TOKENS, arguments, on_cpu, on_cuda)
 

@@ -6,7 +6,6 @@ import gc
 from pathlib import Path
 from typing import Any
 
-import zoo
 from vvllm_msd.verify_engine import Answer, Job, run
 
 MAX_TOKENS = 8
@@ -21,7 +20,7 @@ SHORT, MEDIUM, LONG = prompt(5, 1), prompt(40, 2), prompt(150, 3)
 """With the default threshold of 64 tokens: decode and token waves for the first two, pair waves for the last."""
 
 
-def engine_args(family: str, **extra: Any) -> dict[str, Any]:
+def engine_args(**extra: Any) -> dict[str, Any]:
     """Arguments of `LLM` for a tiny model on the CPU."""
     return {
         "enforce_eager": True,
@@ -32,20 +31,19 @@ def engine_args(family: str, **extra: Any) -> dict[str, Any]:
         # Unused then, but vLLM wants this share of the device free (v1/worker/utils.py:716).
         "gpu_memory_utilization": 0.01,
         "enable_prefix_caching": False,
-        **zoo.ENGINE_ARGS.get(family, {}),
         **extra,
     }
 
 
 def ask(
-    model: Path, family: str, batches: list[list[list[int]]], cache: dict[str, Any] | None, **extra: Any
+    model: Path, batches: list[list[list[int]]], cache: dict[str, Any] | None, **extra: Any
 ) -> list[Answer]:
     """The answers of one engine; `cache` None is stock."""
     import vllm  # noqa: F401
 
     # vLLM collects garbage several times an engine, over everything that it ever imported: leave that out.
     gc.freeze()
-    args = engine_args(family, **extra)
+    args = engine_args(**extra)
     if cache is not None:
         args["additional_config"] = {"expert_cache": cache}
     try:

@@ -32,8 +32,8 @@ def toy_model(zoo_model: Callable[[str], Path], tmp_path: Path) -> Callable[[str
 
 def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Callable[[str], Path]) -> None:
     model = toy_model("plain")
-    paged = ask(model, "qwen3_moe", [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
-    assert paged == ask(model, "qwen3_moe", [[SHORT], [MEDIUM]], None)
+    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
+    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_what_is_not_understood_is_refused(
     variant: str, sentence: str, toy_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp\.experts") as refusal:
-        ask(toy_model(variant), "qwen3_moe", [[SHORT]], {"slots": 5})
+        ask(toy_model(variant), [[SHORT]], {"slots": 5})
     assert sentence in refusal.value.sentence
     assert "moe_backend" in refusal.value.hint
 
@@ -63,4 +63,4 @@ def test_a_reduction_that_the_first_experts_hide_is_refused(toy_model: Callable[
     tensors["model.layers.0.mlp.experts.0.down_proj.weight"] *= 64
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedError, match="toy_maximum of ToyMoEMethod depends on which experts"):
-        ask(model, "qwen3_moe", [[SHORT]], {"slots": 5})
+        ask(model, [[SHORT]], {"slots": 5})

@@ -44,9 +44,7 @@ def layer(zoo_model: Callable[[str], Path]) -> Iterator[Layer]:
     set_environment()
     from vllm import LLM
 
-    args = engine_args(
-        "qwen3_moe", additional_config={"expert_cache": {"slots": SLOTS, "pair_waves_above": 8}}
-    )
+    args = engine_args(additional_config={"expert_cache": {"slots": SLOTS, "pair_waves_above": 8}})
     engine = LLM(model=str(zoo_model("qwen3_moe")), **args)
     yield Layer(engine)
     del engine

@@ -31,7 +31,7 @@ def stock(zoo_model: Callable[[str], Path]) -> Callable[[str], list[Answer]]:
 
     @cache
     def answers(family: str) -> list[Answer]:
-        return ask(zoo_model(family), family, ALONE + TOGETHER, None)
+        return ask(zoo_model(family), ALONE + TOGETHER, None)
 
     return answers
 
@@ -51,21 +51,21 @@ def test_tokens_and_logprobs_equal_stock(
     """Every logprob of every position of prompts and answers, with poison in every slot that holds nothing."""
     experts, top_k = sizes(zoo_model(family))
     slots = {"top_k": top_k, "three_top_k": min(3 * top_k, experts), "half": experts // 2}[size]
-    paged = ask(zoo_model(family), family, ALONE + TOGETHER, {"slots": slots, "poison": True})
+    paged = ask(zoo_model(family), ALONE + TOGETHER, {"slots": slots, "poison": True})
     assert paged == stock(family)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_long_prompt_in_token_waves_equals_stock(family: str, zoo_model: Callable[[str], Path]) -> None:
     paged = {"slots": 4, "poison": True, "pair_waves_above": 512}
-    assert ask(zoo_model(family), family, [[LONG]], paged) == ask(zoo_model(family), family, [[LONG]], None)
+    assert ask(zoo_model(family), [[LONG]], paged) == ask(zoo_model(family), [[LONG]], None)
 
 
 def test_pair_waves_equal_stock_in_fp32(tmp_path: Path) -> None:
     model = zoo.make("qwen3_moe", tmp_path / "fp32", dtype="float32")
     args: dict[str, Any] = {"dtype": "float32"}
-    paged = ask(model, "qwen3_moe", [[LONG]], {"slots": 5, "poison": True}, **args)
-    assert paged == ask(model, "qwen3_moe", [[LONG]], None, **args)
+    paged = ask(model, [[LONG]], {"slots": 5, "poison": True}, **args)
+    assert paged == ask(model, [[LONG]], None, **args)
 
 
 def test_pair_waves_of_one_expert_a_token_equal_stock(tmp_path: Path) -> None:
@@ -89,10 +89,10 @@ def test_pair_waves_of_one_expert_a_token_equal_stock(tmp_path: Path) -> None:
         "architectures": ["Llama4ForCausalLM"],
     }
     model = demo_model.write(Llama4TextConfig(**demo_model.COMMON | shape), tmp_path / "llama4")
-    reference = ask(model, "llama4", [[LONG], [MEDIUM, SHORT]], None)
+    reference = ask(model, [[LONG], [MEDIUM, SHORT]], None)
     for above in (0, 64):
         paged = {"slots": 4, "poison": True, "pair_waves_above": above}
-        assert ask(model, "llama4", [[LONG], [MEDIUM, SHORT]], paged) == reference
+        assert ask(model, [[LONG], [MEDIUM, SHORT]], paged) == reference
 
 
 def test_pair_waves_in_bf16_repeat_themselves_whatever_is_resident(
@@ -100,10 +100,10 @@ def test_pair_waves_in_bf16_repeat_themselves_whatever_is_resident(
 ) -> None:
     """Rounding of partial results makes them differ from stock a little, never from each other."""
     model = zoo_model("qwen3_moe")
-    cold = ask(model, "qwen3_moe", [[LONG]], {"slots": 5, "poison": True})
-    warm = ask(model, "qwen3_moe", [[MEDIUM], [LONG], [LONG]], {"slots": 5})
+    cold = ask(model, [[LONG]], {"slots": 5, "poison": True})
+    warm = ask(model, [[MEDIUM], [LONG], [LONG]], {"slots": 5})
     assert warm[1] == warm[2] == cold[0]
-    reference = ask(model, "qwen3_moe", [[LONG]], None)
+    reference = ask(model, [[LONG]], None)
     record_property("largest_logprob_difference_to_stock", largest_difference(cold[0], reference[0]))
     # One decoder layer's rounding cannot move the first positions far.
     first = Answer([], [], cold[0].prompt_logprobs[:8])
@@ -115,15 +115,15 @@ def test_compiled_engine_equals_compiled_stock(zoo_model: Callable[[str], Path])
     """vLLM's default on the CPU: Dynamo traces the model around the opaque paged layers."""
     model = zoo_model("qwen2_moe")
     args: dict[str, Any] = {"enforce_eager": False}
-    paged = ask(model, "qwen2_moe", ALONE, {"slots": 5, "poison": True}, **args)
-    assert paged == ask(model, "qwen2_moe", ALONE, None, **args)
+    paged = ask(model, ALONE, {"slots": 5, "poison": True}, **args)
+    assert paged == ask(model, ALONE, None, **args)
 
 
 ASK = """
 import sys
 from pathlib import Path
 from parity import SHORT, ask
-print("ANSWERS", ask(Path(sys.argv[1]), "qwen3_moe", [[SHORT]], None))
+print("ANSWERS", ask(Path(sys.argv[1]), [[SHORT]], None))
 """
 
 

@@ -38,17 +38,17 @@ pytestmark = pytest.mark.engine
 )
 def test_sizes(cache: dict[Any, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], cache)
+        ask(zoo_model("qwen3_moe"), [[SHORT]], cache)
     assert sentence in refusal.value.sentence
     assert hint in refusal.value.hint
 
 
 def test_the_least_size_that_a_refusal_names_is_enough(zoo_model: Callable[[str], Path]) -> None:
     with pytest.raises(ConfigError) as refusal:
-        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"cache_gb": 1e-5})
+        ask(zoo_model("qwen3_moe"), [[SHORT]], {"cache_gb": 1e-5})
     least = re.search(r"at least ([\d.]+) GiB", refusal.value.hint)
     assert least is not None
-    ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"cache_gb": float(least[1])})
+    ask(zoo_model("qwen3_moe"), [[SHORT]], {"cache_gb": float(least[1])})
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_engine_options(
     options: dict[str, Any], sentence: str, hint: str, zoo_model: Callable[[str], Path]
 ) -> None:
     with pytest.raises(UnsupportedError) as refusal:
-        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 4}, **options)
+        ask(zoo_model("qwen3_moe"), [[SHORT]], {"slots": 4}, **options)
     assert sentence in refusal.value.sentence
     assert hint in refusal.value.hint
 
@@ -72,7 +72,7 @@ def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: 
 
     monkeypatch.setattr(vllm, "__version__", "0.31.4")
     with pytest.raises(UnsupportedError, match=r"vLLM 0\.31\.4 is installed") as refusal:
-        ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 4})
+        ask(zoo_model("qwen3_moe"), [[SHORT]], {"slots": 4})
     assert "vllm==0.32.0" in refusal.value.hint
 
 
@@ -152,7 +152,7 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_model_without_experts(dense_model: Path) -> None:
     """None of its layers is ours, and the setting would do nothing."""
     with pytest.raises(UnsupportedError, match="Qwen3ForCausalLM has no experts") as refusal:
-        ask(dense_model, "qwen3", [[SHORT]], {"slots": 4})
+        ask(dense_model, [[SHORT]], {"slots": 4})
     assert "Drop expert_cache" in refusal.value.hint
 
 
@@ -163,7 +163,7 @@ def test_a_model_without_experts_and_without_the_setting(dense_model: Path) -> N
     from vvllm_msd.verify_engine import set_environment
 
     set_environment()
-    llm = LLM(model=str(dense_model), **engine_args("qwen3"))
+    llm = LLM(model=str(dense_model), **engine_args())
     assert llm.apply_model(lambda model: type(model.logits_processor) is LogitsProcessor) == [True]
     assert llm.generate([{"prompt_token_ids": SHORT}], use_tqdm=False)[0].outputs[0].token_ids
 
@@ -209,7 +209,7 @@ def test_checkpoint_without_one_experts_tensor(zoo_model: Callable[[str], Path],
     del tensors["model.layers.1.mlp.experts.7.up_proj.weight"]
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts.* for expert 7") as refusal:
-        ask(model, "qwen3_moe", [[SHORT]], {"slots": 4})
+        ask(model, [[SHORT]], {"slots": 4})
     assert "download it again" in refusal.value.hint
 
 
@@ -224,7 +224,7 @@ def test_checkpoint_without_a_projection_of_a_whole_layer(
     kept = {n: t for n, t in tensors.items() if not (".layers.1." in n and n.endswith("up_proj.weight"))}
     save_file(kept, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts.* for expert 0 and 15 others"):
-        ask(model, "qwen3_moe", [[SHORT]], {"slots": 4})
+        ask(model, [[SHORT]], {"slots": 4})
 
 
 def test_a_refusal_reaches_the_daemon_through_the_board(zoo_model: Callable[[str], Path]) -> None:
@@ -236,7 +236,7 @@ def test_a_refusal_reaches_the_daemon_through_the_board(zoo_model: Callable[[str
     os.environ[board.ENV] = f"/proc/{os.getpid()}/fd/{fd}"
     try:
         with pytest.raises(VvllmError) as refusal:
-            ask(zoo_model("qwen3_moe"), "qwen3_moe", [[SHORT]], {"slots": 3})
+            ask(zoo_model("qwen3_moe"), [[SHORT]], {"slots": 3})
         told = shared.refusal()
         assert type(told) is ConfigError
         assert (told.sentence, told.hint) == (refusal.value.sentence, refusal.value.hint)
@@ -251,6 +251,4 @@ def test_cache_gb_becomes_slots(zoo_model: Callable[[str], Path]) -> None:
     config = json.loads((model / "config.json").read_text())
     per_slot = config["num_hidden_layers"] * 3 * config["hidden_size"] * config["moe_intermediate_size"] * 2
     budget = 8.5 * per_slot / 2**30
-    assert ask(model, "qwen3_moe", [[SHORT]], {"cache_gb": budget}) == ask(
-        model, "qwen3_moe", [[SHORT]], None
-    )
+    assert ask(model, [[SHORT]], {"cache_gb": budget}) == ask(model, [[SHORT]], None)

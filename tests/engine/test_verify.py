@@ -108,7 +108,6 @@ def test_an_engine_with_nothing_to_page_is_refused(tmp_path: Path) -> None:
     dense = zoo.make("deepseek_v2", tmp_path / "dense", num_hidden_layers=1)
     engine = {
         "enforce_eager": True,
-        "block_size": 16,
         "max_model_len": 128,
         "kv_cache_memory_bytes": 64 << 20,
         "additional_config": {"expert_cache": {"slots": 4}},
@@ -424,13 +423,3 @@ def test_a_config_that_lacks_a_size_is_told_of(zoo_model: Callable[[str], Path],
     (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="has no vocab_size"):
         verify.main(arguments(model))
-
-
-def test_latent_attention_asks_for_its_blocks_on_the_cpu_alone(
-    zoo_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    jobs = recorded(monkeypatch, moved)
-    verify.main(arguments(zoo_model("deepseek_v2")))
-    for job in jobs:
-        assert job.engine_on_cpu["block_size"] == 16
-        assert "block_size" not in job.engine | job.engine_on_cuda

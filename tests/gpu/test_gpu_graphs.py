@@ -68,9 +68,9 @@ def backend(scheme: str) -> dict[str, Any]:
 def test_full_graphs_equal_stock(family: str, scheme: str, model: Callable[[str, str], Path]) -> None:
     """Slots = top_k (four requests take four rounds), 3 x top_k and a quarter; poison in every free slot."""
     path, arguments = model(family, scheme), FULL | backend(scheme)
-    reference = ask(path, family, BATCHES, None, **arguments)
+    reference = ask(path, BATCHES, None, **arguments)
     for slots in (TOP_K[family], 3 * TOP_K[family], EXPERTS // 4):
-        assert ask(path, family, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots
+        assert ask(path, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4"])
@@ -82,8 +82,8 @@ def test_vllms_own_compilation_and_piecewise_graphs_equal_stock(
         "enforce_eager": False,
         "compilation_config": {"cudagraph_capture_sizes": sizes},
     }
-    reference = ask(path, "qwen3_moe", BATCHES, None, **arguments)
-    assert ask(path, "qwen3_moe", BATCHES, {"slots": 8, "poison": True}, **arguments) == reference
+    reference = ask(path, BATCHES, None, **arguments)
+    assert ask(path, BATCHES, {"slots": 8, "poison": True}, **arguments) == reference
 
 
 SERVING = {
@@ -105,8 +105,8 @@ def test_drafts_chunks_and_shared_prefixes_equal_stock(
     path, arguments = model("qwen3_moe", scheme), FULL | backend(scheme) | SERVING[how]
     loop = [7, 8, 9, 10] * 12
     batches = [[LONG, SHORT, MEDIUM, loop], [loop], [[*LONG, 9, 11], [*LONG, 12]], [SHORT]]
-    reference = ask(path, "qwen3_moe", batches, None, **arguments)
-    assert ask(path, "qwen3_moe", batches, {"slots": 12, "poison": True}, **arguments) == reference
+    reference = ask(path, batches, None, **arguments)
+    assert ask(path, batches, {"slots": 12, "poison": True}, **arguments) == reference
 
 
 @pytest.mark.parametrize("slots", [8, 16])
@@ -120,8 +120,8 @@ def test_large_batches_equal_stock(slots: int, model: Callable[[str, str], Path]
     }
     batches = [[prompt(5 + i, i) for i in range(count)] for count in (8, 24, 8)]
     batches += [[SHORT] * 16, [[*SHORT, 9 + i] for i in range(16)]]
-    reference = ask(path, "qwen3_moe", batches, None, **arguments)
-    assert ask(path, "qwen3_moe", batches, {"slots": slots, "poison": True}, **arguments) == reference
+    reference = ask(path, batches, None, **arguments)
+    assert ask(path, batches, {"slots": slots, "poison": True}, **arguments) == reference
 
 
 def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, str], Path]) -> None:
@@ -132,7 +132,7 @@ def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, s
     cache = {"expert_cache": {"slots": 12}}
     llm = LLM(
         model=str(model("qwen3_moe", "bf16")),
-        **engine_args("qwen3_moe", additional_config=cache, **FULL),
+        **engine_args(additional_config=cache, **FULL),
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
@@ -158,7 +158,7 @@ def test_bundles_are_brought_ahead_and_taken(model: Callable[[str, str], Path]) 
     cache = {"expert_cache": {"slots": 12}}
     llm = LLM(
         model=str(model("qwen3_moe", "bf16")),
-        **engine_args("qwen3_moe", additional_config=cache, **FULL),
+        **engine_args(additional_config=cache, **FULL),
     )
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
@@ -178,5 +178,5 @@ def test_captures_that_only_the_host_could_page_for_are_refused(model: Callable[
         "compilation_config": FULL["compilation_config"] | {"cudagraph_capture_sizes": [1, 64]}
     }
     with pytest.raises(ConfigError, match="at most 8 run in one") as refused:
-        ask(model("qwen3_moe", "bf16"), "qwen3_moe", [[SHORT]], {"slots": 8}, **arguments)
+        ask(model("qwen3_moe", "bf16"), [[SHORT]], {"slots": 8}, **arguments)
     assert '"cudagraph_capture_sizes": [1, 2, 4, 8]' in refused.value.hint

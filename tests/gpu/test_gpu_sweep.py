@@ -55,11 +55,9 @@ def test_long_prompts_equal_stock(
         monkeypatch.setattr(marlin_moe, "moe_align_block_size", _align)
     batches = [[prompt(LONG, 1)], [SHORT], [prompt(700, 2), prompt(1200, 3)]]
     arguments = ROOM | chunks | {"moe_backend": "triton" if scheme == "bf16" else "marlin"}
-    reference = ask(path, "qwen3_moe", batches, None, **arguments)
+    reference = ask(path, batches, None, **arguments)
     for slots in (TOP_K, EXPERTS // 4):
-        assert ask(path, "qwen3_moe", batches, {"slots": slots, "poison": True}, **arguments) == reference, (
-            slots
-        )
+        assert ask(path, batches, {"slots": slots, "poison": True}, **arguments) == reference, slots
 
 
 def test_such_a_prompt_has_blocks_to_leave_out() -> None:
