@@ -143,7 +143,7 @@ def run(job: Job) -> Measured:
         link, fill = link_speeds(), slow_down(job.link_gbps) if job.link_gbps else fill_speed()
         torch.cuda.empty_cache()
     sampler.reset()
-    room = max((job.layers * job.steps * trace.batch * job.top_k for trace in job.traces), default=0)
+    room = max((np.load(trace.path, mmap_mode="r").size for trace in job.traces), default=0)
     player = TracePlayer(job.layers, job.experts, job.top_k, job.hidden, room, "cuda")
     install(player)
     started = time.monotonic()

@@ -128,17 +128,26 @@ def _run_all(args: argparse.Namespace, shape: Shape, job: Job) -> Engines:
     paging = replace(job, slots=args.slots, captured=[size for size in job.captured if size <= most])
     job = replace(job, traces=[played for played in job.traces if played.guesses is None])
     stock, paged = _run("stock", job), _run("paged", paging)
+    # Hours of somebody's GPU must not be lost with an engine that only adds a column.
     offload = slow = None
     if args.offload:
         moved = shape.layers * (shape.experts - args.slots) * paged.bundle_bytes / GIB
         unsettled = [replace(played, settle=0) for played in job.traces]
         few = replace(job, traces=unsettled, replays=_OFFLOAD_REPLAYS, spans=_OFFLOAD_SPANS, profile=False)
-        offload = _run("offload", replace(few, offload_gib=moved))
+        offload = _try("offload", replace(few, offload_gib=moved))
     if args.slow:
         # What is brought ahead comes by the copy engine, which is not slowed.
         alone = replace(paging, traces=job.traces, prompts=[], profile=False)
-        slow = _run("slow", replace(alone, link_gbps=args.slow))
+        slow = _try("slow", replace(alone, link_gbps=args.slow))
     return Engines(stock, paged, offload, slow)
+
+
+def _try(name: str, job: Job) -> Measured | None:
+    try:
+        return _run(name, job)
+    except SystemExit as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return None
 
 
 def _run(name: str, job: Job) -> Measured:
