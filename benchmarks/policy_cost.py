@@ -4,8 +4,9 @@
 
 Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and decodes the same
 prompt again and again, while the policy process is live and stopped (SIGSTOP) in turns, and then absent (killed until
-the daemon gives it up). It prints the median speed and misses of each, and its speed by that of live. With few slots
-the GPU and the link set the pace, as in a whole model; where the engine's Python does, runs differ by a fifth.
+the daemon gives it up). It prints the median speed and misses of each, and its speed by that of live with the standard
+error of that: of each pair's ratio where live and stopped took turns, so that what drifts falls out. With few slots the
+GPU and the link set the pace, as in a whole model; where the engine's Python does, runs differ by a fifth.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=400)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--scratch", type=Path, default=Path.home())
     parser.add_argument("--log", type=Path, default=Path("policy_cost.log"))
     args = parser.parse_args()
@@ -117,13 +118,18 @@ def main() -> None:
             for _ in range(args.rounds):
                 runs["absent"].append(decode_in("absent", runtime, args.tokens))
             traced = status(runtime)["cache"]["traces_sent"]
-    live = statistics.median(run.speed for run in runs["live"])
+    live = [run.speed for run in runs["live"]]
     for state, found in runs.items():
         speeds = [run.speed for run in found]
         middle, misses = statistics.median(speeds), statistics.median(run.misses for run in found)
         spread = f"{min(speeds):.1f} … {max(speeds):.1f}"
+        # Absent came after both, so its ratios are to the mean of live.
+        beside = [statistics.mean(live)] * len(speeds) if state == "absent" else live
+        ratios = [speed / other for speed, other in zip(speeds, beside, strict=True)]
+        error = statistics.stdev(ratios) / len(ratios) ** 0.5
         print(
-            f"{state:8} {middle:7.1f} tok/s ({spread}), {middle / live:.4f} of live; {misses:.1f} misses a token"
+            f"{state:8} {middle:7.1f} tok/s ({spread}), {statistics.mean(ratios):.4f} ± {error:.4f} of live; "
+            f"{misses:.1f} misses a token"
         )
     print(f"{traced} traces were sent")
 
