@@ -15,10 +15,10 @@ from kernel_checks import DEVICE
 from resolve_driver import random_step
 from streams import Streams
 from vvllm_pager import blocks as blocks_module
+from vvllm_pager import host_resolver as host_resolver_module
 from vvllm_pager import kernel as kernel_module
 from vvllm_pager import launches as launches_module
 from vvllm_pager import staging as staging_module
-from vvllm_pager import sweep as sweep_module
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.host_resolver import HostResolver
@@ -75,6 +75,21 @@ class Toy(SlotKernel):
         return bool(torch.isin(pairs, self.rounds.mine.flatten().nonzero()).any())
 
 
+def _paging(layers: list[Any], record_bytes: int, device: torch.device) -> Any:
+    return SimpleNamespace(
+        graphs=False,
+        tokens_each=1,
+        board=Board.from_env(),
+        host_trace=None,
+        untold=[],
+        swept=0,
+        settings=SimpleNamespace(pair_waves_above=0),
+        layers=layers,
+        device=device,
+        staging=Staging(record_bytes, device),
+    )
+
+
 class Step:
     """One of two equal layers with its resolvers on the toy kernel."""
 
@@ -89,11 +104,8 @@ class Step:
         sizes = {"experts": EXPERTS, "slots": SLOTS, "index": len(layers), "layout": layout}
         layer: Any = SimpleNamespace(pool=SlotPool(slots, store, layout), quant_method=method, **sizes)
         device = torch.device(DEVICE)
-        paging: Any = SimpleNamespace(graphs=False, tokens_each=1, board=Board.from_env(), host_trace=None)
-        paging.settings = SimpleNamespace(pair_waves_above=0)
-        paging.layers, paging.device = layers, device
-        paging.staging = layers[0].staging if layers else Staging(layout.record_bytes, device)
-        layer.staging = paging.staging
+        paging = layers[0].paging if layers else _paging(layers, layout.record_bytes, device)
+        layer.paging = paging
         layers.append(layer)
         self.on_device = DeviceResolver(layer, self.toy, paging, Scratch(EXPERTS, SLOTS, device))
         self.on_host = HostResolver(layer, self.toy, paging)
@@ -160,7 +172,7 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
     if block and DEVICE == "cpu":
         monkeypatch.setattr(blocks_module, "moe_align_block_size", _align)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
-    monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
+    monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2)
     monkeypatch.setattr(launches_module, "aligned_by_chance", lambda pairs, experts: pairs > 60)
     rng = np.random.default_rng(block + lane)
     layers: list[Any] = []
@@ -173,21 +185,41 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
 
 
 @pytest.mark.parametrize("lane", [1, 2])
-def test_what_was_sent_ahead_of_other_experts_is_sent_again(
-    lane: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Small batches change what is resident between the sending and the large batch; two lanes are soon full."""
+def test_two_lanes_are_enough(lane: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches of the device's change what is resident between two large ones."""
     monkeypatch.setattr(staging_module, "_MOST_LANES", 2)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
-    monkeypatch.setattr(sweep_module, "_NEARLY_ALL", 2)
+    monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2)
     rng = np.random.default_rng(lane)
     layers: list[Any] = []
     first, second = (Step(0, streams, layers) for _ in range(2))
     for _ in range(6):
         _check(first, rng, 20, "host", alike=False)
+        _check(second, rng, 20, "host", alike=False)
         for _ in range(3):
             _check(second, rng, 2, "device", alike=False)
-        _check(second, rng, 20, "host", alike=False)
+
+
+def test_a_sweep_tells_what_was_chosen_once_its_last_layer_is_queued(
+    streams: Streams | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2)
+    layers: list[Any] = []
+    steps = [Step(0, streams, layers) for _ in range(2)]
+    told: list[tuple[int, int, list[list[int]]]] = []
+    observe = SimpleNamespace(observe=lambda step, layer, ids: told.append((step, layer, ids.tolist())))
+    layers[0].paging.host_trace = observe
+    x, weights = torch.ones(12, HIDDEN), torch.ones(12, TOP_K)
+    ids = np.stack([np.random.default_rng(row).permutation(EXPERTS)[:TOP_K] for row in range(12)]).astype(
+        np.int32
+    )
+    padding = np.arange(12) > 9
+    for number in (1, 2):
+        for step in steps:
+            step(x, weights, ids, padding, "host")
+        wanted = np.where(padding[:, None], -1, ids).tolist()
+        assert told == [(number, layer, wanted) for layer in (0, 1)]
+        told.clear()
 
 
 def _align(

@@ -31,6 +31,9 @@ class _Stream:
         for stream, tick in event.clock.items():
             self.clock[stream] = max(self.clock.get(stream, 0), tick)
 
+    def synchronize(self) -> None:
+        """The host waits: everything has run."""
+
     def record_event(self, event: _Event | None = None) -> _Event:
         if event is not None:
             # Only a lane has an event of its own: something was copied into it.

@@ -7,22 +7,19 @@ from dataclasses import dataclass
 import torch
 
 from vvllm_pager.kernel import Compute
-from vvllm_shared.residency.page_table import Ints
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The router's choice on the host, and what the kernel is given."""
+    """What the kernel is given, all on the device."""
 
-    planned: Ints
-    """[T, k] expert ids, -1 where a pair is nobody's."""
-    routed: Ints
-    """[T, k] as the router gave them, to rows of padding too."""
     x: torch.Tensor
     """[T, H] inputs."""
     weights: torch.Tensor
     """[T, k]."""
     ids: torch.Tensor
-    """[T, k] on the device, as `routed`."""
+    """[T, k] as the router gave them, to rows of padding too."""
+    padding: torch.Tensor | None
+    """bool [T], rows that are nobody's, where the runner says."""
     compute: Compute
     """The stock kernel."""

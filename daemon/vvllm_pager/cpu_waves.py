@@ -21,31 +21,33 @@ class CpuWaves:
     def __init__(self, layer: PagedExperts) -> None:
         self._layer = layer
 
-    def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
-        """The experts' output [T, H]."""
-        return (self._pair_waves if plan.by_pairs else self._token_waves)(plan, batch)
+    def run(self, plan: Plan, batch: Batch, ids: Ints) -> torch.Tensor:
+        """The experts' output [T, H].
+
+        Args:
+            ids: [T, k] what was planned: -1 where a pair is nobody's.
+        """
+        return (self._pair_waves if plan.by_pairs else self._token_waves)(plan, batch, ids)
 
     def _load(self, wave: Wave) -> Ints:
         """Load what the wave lacks; returns [E + 1] its slots by expert."""
         self._layer.pool.load(wave.load_experts, wave.load_slots)
         return wave.slot_of(self._layer.experts)
 
-    def _token_waves(self, plan: Plan, batch: Batch) -> torch.Tensor:
+    def _token_waves(self, plan: Plan, batch: Batch, ids: Ints) -> torch.Tensor:
         outputs = []
         for wave in plan.waves:
             slots, (start, end) = self._load(wave), wave.tokens
-            slot_ids, weights = _slot_ids(
-                slots[batch.planned[start:end]], batch.weights[start:end], batch.ids
-            )
+            slot_ids, weights = _slot_ids(slots[ids[start:end]], batch.weights[start:end], batch.ids)
             outputs.append(batch.compute(batch.x[start:end], weights, slot_ids))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _pair_waves(self, plan: Plan, batch: Batch) -> torch.Tensor:
+    def _pair_waves(self, plan: Plan, batch: Batch, ids: Ints) -> torch.Tensor:
         tokens, top_k = batch.ids.shape
         flat_weights = batch.weights.reshape(-1, 1)
         partials: torch.Tensor | None = None
         for wave in plan.waves:
-            slots = self._load(wave)[batch.planned.reshape(-1)]
+            slots = self._load(wave)[ids.reshape(-1)]
             mine = np.flatnonzero(slots >= 0)
             pairs = torch.from_numpy(mine)
             slot_ids = torch.from_numpy(slots[mine].reshape(-1, 1)).to(batch.ids.dtype)

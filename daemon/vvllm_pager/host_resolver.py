@@ -1,6 +1,8 @@
-"""Host-driven residency: read what a batch needs, plan, and let it be loaded and computed.
+"""Host-driven residency: plan what a batch needs, and let it be loaded and computed.
 
-One synchronisation a layer: the router's ids and the page table come to the host together.
+A batch that needs some of the experts waits for the host to read which: one synchronisation a layer. A batch so large
+that it needs nearly all is planned without a look at its ids, for all experts: the host runs ahead of the device, and
+the link never waits for it.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from vvllm_pager.routed_experts import PagedExperts
     from vvllm_pager.sweep import Sweep
 
+_NEARLY_ALL = 4
+"""Pairs for each expert from which on a batch is taken to need them all: at random it leaves out e^-4 of them."""
+
 
 class HostResolver:
     """Runs the steps of one layer.
@@ -36,12 +41,11 @@ class HostResolver:
         self._layer = layer
         self._paging = paging
         self._sweep: Sweep | None = None
-        self._compute: CpuWaves | Sweep = CpuWaves(layer)
         if kernel is not None:
             from vvllm_pager.sweep import Sweep
 
             assert paging.staging is not None  # noqa: S101  # made with the slots
-            self._compute = self._sweep = Sweep(layer, kernel, paging, paging.staging)
+            self._sweep = Sweep(layer, kernel, paging, paging.staging)
 
     def run(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, compute: Compute
@@ -55,43 +59,57 @@ class HostResolver:
         Returns:
             [T, H].
         """
-        settings, table = self._paging.settings, self._layer.pool.table
+        table = self._layer.pool.table
         warm_up = forward.is_warm_up(self._paging.graphs)
-        routed, ids = self._read_ids(topk_ids)
-        # On a GPU pair waves are exact, and load each expert once: nothing speaks for token waves.
-        above = 0 if self._sweep else settings.pair_waves_above
-        # What prefill needs at most must be seen by vLLM's memory profile.
-        forced = warm_up and len(ids) > above
-        plan = plan_step(
-            ids,
-            table.host,
-            table.weights,
-            pair_waves_above=above,
-            force_pairs=forced,
-            overlap=self._sweep is not None and self._sweep.overlaps(ids.size),
-        )
-        batch = Batch(ids, routed, x, topk_weights, topk_ids, compute)
-        out = self._compute.run(plan, batch)
+        batch = Batch(x, topk_weights, topk_ids, forward.padding_rows(len(topk_ids)), compute)
+        if self._sweep is not None and topk_ids.numel() >= _NEARLY_ALL * self._layer.experts:
+            self._read_tables()
+            ids = None
+            everyone = np.arange(self._layer.experts, dtype=np.int32)[None]
+            plan = plan_step(
+                everyone, table.host, table.weights, pair_waves_above=0, force_pairs=warm_up, overlap=True
+            )
+        else:
+            ids = self._read_ids(batch)
+            # On a GPU pair waves are exact, and load each expert once: nothing speaks for token waves.
+            above = 0 if self._sweep else self._paging.settings.pair_waves_above
+            # What prefill needs at most must be seen by vLLM's memory profile.
+            forced = warm_up and len(ids) > above
+            plan = plan_step(ids, table.host, table.weights, pair_waves_above=above, force_pairs=forced)
+        if self._sweep is not None:
+            out = self._sweep.run(plan, batch)
+        else:
+            assert ids is not None  # noqa: S101  # only a sweep goes without
+            out = CpuWaves(self._layer).run(plan, batch, ids)
         if warm_up:
             table.forget_statistics()
         else:
-            self._count(ids, plan, table.host.step)
+            self._count(plan)
+            self._trace(batch, ids, table.host.step)
         table.write()
         return out
 
-    def _read_ids(self, topk_ids: torch.Tensor) -> tuple[Ints, Ints]:
-        """The router's ids on the host, int32 [T, k]: as they are, and with rows of padding as -1. The tables of this
-        layer and of the one whose bundles it sends ahead are as they are now, too."""
-        mask = forward.padding_rows(len(topk_ids))
-        self._layer.pool.table.read()
-        if self._sweep and (ahead := self._sweep.next_layer(topk_ids.numel())):
-            ahead.pool.table.read()
-        padding = None if mask is None else mask.to("cpu", non_blocking=True)
-        # To the host in the ids' own dtype; this waits for everything queued before it, mask and tables included.
-        routed = topk_ids.cpu().numpy().astype(np.int32)
-        return routed, routed if padding is None else np.where(padding.numpy()[:, None], np.int32(-1), routed)
+    def _read_tables(self) -> None:
+        """Where a step begins, bring the tables of this layer and of those behind it to the host. Waits for the device.
 
-    def _count(self, ids: Ints, plan: Plan, step: int) -> None:
+        Within the step nothing but these layers themselves changes them.
+        """
+        paging, index = self._paging, self._layer.index
+        if index == 0 or index != paging.swept + 1:
+            for layer in paging.layers[index:]:
+                layer.pool.table.read()
+            torch.cuda.current_stream(paging.device).synchronize()
+        paging.swept = index
+
+    def _read_ids(self, batch: Batch) -> Ints:
+        """The ids on the host, int32 [T, k], those of nobody as -1; the layer's table is as it is now, too."""
+        self._layer.pool.table.read()
+        mask = None if batch.padding is None else batch.padding.to("cpu", non_blocking=True)
+        # To the host in the ids' own dtype; this waits for everything queued before it, mask and table included.
+        ids = batch.ids.cpu().numpy().astype(np.int32)
+        return ids if mask is None else np.where(mask.numpy()[:, None], np.int32(-1), ids)
+
+    def _count(self, plan: Plan) -> None:
         index, paging = self._layer.index, self._paging
         waves = len(plan.waves) - 1
         paging.board.set("compiling", 0)  # what this step had to compile is compiled
@@ -104,5 +122,19 @@ class HostResolver:
             token_waves=0 if plan.by_pairs else waves,
             pair_waves=waves if plan.by_pairs else 0,
         )
-        if paging.host_trace is not None:
+
+    def _trace(self, batch: Batch, ids: Ints | None, step: int) -> None:
+        """Tell what the router chose; where the host has not seen it, once the step's last layer is done."""
+        index, paging = self._layer.index, self._paging
+        if paging.host_trace is None:
+            return
+        if ids is not None:
             paging.host_trace.observe(step, index, ids)
+            return
+        chosen = batch.ids if batch.padding is None else batch.ids.masked_fill(batch.padding[:, None], -1)
+        paging.untold.append((step, index, chosen.int().to("cpu", non_blocking=True)))
+        if index + 1 == len(paging.layers):
+            torch.cuda.current_stream(paging.device).synchronize()
+            for told in paging.untold:
+                paging.host_trace.observe(told[0], told[1], told[2].numpy())
+            paging.untold.clear()

@@ -66,6 +66,11 @@ class Paging:
         self.device_tokens = 0
         """The largest batch that is device-driven."""
         self.host_trace: StepTrace | None = None
+        self.untold: list[tuple[int, int, torch.Tensor]] = []
+        """(step, layer, ids [T, k]) of a step that runs ahead of the device, on their way to the host."""
+        self.swept = 0
+        """The layer that was planned last without the device's word; the tables of those behind are the host's to read,
+        up to the end of the step."""
         self._ring: RingThread | None = None
         self.board.set("phase", Phase.LOADING)
 

@@ -2,8 +2,7 @@
 
 The copy engine is fast with few large copies, and the slots of a bundle lie in several tensors. So records travel as
 they lie in the host store into a ring of lanes in VRAM, and *fill* deals them out from there. Both have a stream of
-their own: what waits for a slot to be read for the last time does not hold up the link. Lanes may also be filled before
-it is certain that their records are wanted, by the layer before.
+their own: what waits for a slot to be read for the last time does not hold up the link.
 """
 
 from __future__ import annotations
@@ -81,54 +80,33 @@ class Staging:
         # How many: *fill* reads it from memory.
         self._counts = torch.arange(self.nbytes // _UNIT + 1, dtype=torch.int32, device=device)
 
-    def send(self, pool: SlotPool, experts: Ints) -> None:
-        """Begin to bring records of a layer here, as lanes get free.
+    def bring(self, pool: SlotPool, experts: Ints) -> tuple[list[Piece], Ints]:
+        """Bring records of a layer here, as lanes get free.
 
         Args:
             pool: the layer's.
-            experts: ascending.
-        """
-        each = max(_LANE_BYTES // pool.layout.record_bytes, 1)
-        for start in range(0, len(experts), each):
-            piece = experts[start : start + each].tolist()
-            self._waiting.append(Piece(pool, piece, self._lanes[self._turn], len(piece)))
-            self._turn = (self._turn + 1) % len(self._lanes)
-        self._pump()
-
-    def expect(self, pool: SlotPool, experts: Ints) -> tuple[list[Piece], Ints]:
-        """Where each of these records is or will be; what was sent for nothing makes room.
-
-        Args:
-            pool: the layer's.
-            experts: ascending: what `deal` will be asked for, in this order.
+            experts: what `deal` will be asked for, in this order.
 
         Returns:
             For each its piece, and its place in the lanes.
         """
-        wanted = set(experts.tolist())
-        here = [expert for piece in self._sent if piece.pool is pool for expert in piece.experts]
-        rest = sorted(wanted.difference(here))
-        # Lanes are given back in the order in which they were sent, so what is here must be wanted first.
-        useful = not (rest and here) or here[-1] < rest[0]
-        sent, self._sent = self._sent, deque()
-        for piece in sent:
-            piece.wanted = len(wanted.intersection(piece.experts)) if useful and piece.pool is pool else 0
-            if piece.wanted:
-                self._sent.append(piece)
-            else:
-                self._release(piece.lane)  # a step that failed may have dealt out some of it
-        if self._waiting:
-            self._turn = self._lanes.index(self._waiting[0].lane)
-            self._waiting.clear()
-        self.send(pool, np.array(rest if useful else experts, np.int32))
+        for piece in self._sent:
+            self._release(piece.lane)  # of a step that failed
+        self._sent.clear()
+        self._waiting.clear()
         nbytes = pool.layout.record_bytes
-        places = {
-            expert: (piece, (piece.lane.at + number * nbytes) // _UNIT)
-            for piece in [*self._sent, *self._waiting]
-            for number, expert in enumerate(piece.experts)
-        }
-        found = [places[expert] for expert in experts.tolist()]
-        return [piece for piece, _ in found], np.array([place for _, place in found], np.int32)
+        each = max(_LANE_BYTES // nbytes, 1)
+        pieces: list[Piece] = []
+        for start in range(0, len(experts), each):
+            mine = experts[start : start + each].tolist()
+            piece = Piece(pool, mine, self._lanes[self._turn], len(mine))
+            self._turn = (self._turn + 1) % len(self._lanes)
+            self._waiting.append(piece)
+            pieces += [piece] * len(mine)
+        self._pump()
+        numbers = np.arange(len(experts), dtype=np.int32) % each
+        begins = np.array([piece.lane.at for piece in pieces], np.int64)
+        return pieces, ((begins + numbers * np.int64(nbytes)) // _UNIT).astype(np.int32)
 
     def deal(
         self,
@@ -140,7 +118,7 @@ class Staging:
         """Deal records out to slots.
 
         Args:
-            pieces: of `expect`, the next ones.
+            pieces: of `bring`, the next ones.
             places, slots: int32 on the device, for each record its place in the lanes and its slot.
             after: an event after which the slots may be overwritten.
 

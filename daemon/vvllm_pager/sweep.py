@@ -14,18 +14,15 @@ import torch
 
 from vvllm_pager.batch import Batch
 from vvllm_pager.kernel import SlotKernel, one_call, stock_launch
-from vvllm_pager.launches import Launches, launches
+from vvllm_pager.launches import Launch, launches
 from vvllm_pager.marlin_blocks import Cuts
 from vvllm_pager.rounds import Rounds
 from vvllm_pager.staging import Piece, Staging
-from vvllm_shared.residency import EMPTY, Plan
+from vvllm_shared.residency import Plan
 
 if TYPE_CHECKING:
     from vvllm_pager.paging import Paging
     from vvllm_pager.routed_experts import PagedExperts
-
-_NEARLY_ALL = 4
-"""Pairs for each expert from which on a batch is taken to need them all: at random it leaves out e^-4 of them."""
 
 
 class _Loading:
@@ -41,13 +38,13 @@ class _Loading:
         staging: Staging,
         plan: Plan,
         pieces: list[Piece],
-        given: Launches,
+        rounds: list[Launch],
         stream: torch.cuda.Stream,
     ) -> None:
         self._staging = staging
         self._waves = plan.waves
         self._pieces = pieces
-        self._rounds = given.rounds
+        self._rounds = rounds
         self._stream = stream
         self._read = [stream.record_event()]
         """Behind the upload, and then behind each round."""
@@ -91,51 +88,34 @@ class Sweep:
         self._paging = paging
         self._staging = staging
 
-    def overlaps(self, pairs: int) -> bool:
-        """Whether a batch of so many pairs is to be loaded while it is computed: smaller ones have little to hide
-        behind, and more rounds cost them more."""
-        return pairs >= _NEARLY_ALL * self._layer.experts
-
-    def next_layer(self, pairs: int) -> PagedExperts | None:
-        """The layer after this one, where a batch of so many pairs is going to need nearly all of its experts."""
-        layers, index = self._paging.layers, self._layer.index + 1
-        return layers[index] if index < len(layers) and pairs >= _NEARLY_ALL * layers[index].experts else None
-
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
         """The experts' output [T, H]."""
         layer, kernel, ids = self._layer, self._kernel, batch.ids
         tokens, top_k = ids.shape
         size = kernel.block_size(tokens, top_k, layer.experts)
         loads = np.concatenate([wave.load_experts for wave in plan.waves])
-        pieces, places = self._staging.expect(layer.pool, loads)
-        given = launches(plan, places, batch, layer.experts, size, self._cuts(size) if size else None)
-        rounds = self._rounds(plan, batch, given) if plan.by_pairs else None
+        pieces, places = self._staging.bring(layer.pool, loads)
+        given = launches(plan.waves, places, batch, layer.experts, size, self._cuts(size))
+        rounds = None
+        if plan.by_pairs:
+            # A kernel with blocks writes none but its round's rows; nobody's must not be garbage.
+            rows = batch.x.new_zeros(ids.numel(), batch.x.shape[1]) if size else None
+            rounds = Rounds(len(plan.waves), rows)
         stream = torch.cuda.current_stream(ids.device)
         loading = _Loading(self._staging, plan, pieces, given, stream)
         out = batch.x
         with stock_launch(layer, batch.x, top_k):
-            for number, launch in enumerate(given.rounds):
+            for number, launch in enumerate(given):
                 loading.wait_for(number)
-                if rounds and launch.mine is not None:
-                    rounds.mine = launch.mine
+                if rounds and launch.slots is not None:
+                    rounds.mine = launch.slots >= 0
                 with one_call(kernel, launch.blocks, rounds):
                     out = batch.compute(batch.x, batch.weights, ids if launch.slots is None else launch.slots)
                 loading.computed()
-        if ahead := self.next_layer(ids.numel()):
-            # Travels while that layer's attention runs.
-            away = np.flatnonzero(ahead.pool.table.host.slot_of == EMPTY)
-            self._staging.send(ahead.pool, away.astype(np.int32))
         return out
 
-    def _rounds(self, plan: Plan, batch: Batch, given: Launches) -> Rounds:
-        """A kernel with blocks writes none but its round's rows, so all write into the same memory."""
-        if given.rounds[0].blocks is None:
-            return Rounds(len(plan.waves), nobody=given.nobody)
-        rows = batch.x.new_empty(batch.ids.numel(), batch.x.shape[1])
-        if len(given.nobody):
-            rows[given.nobody] = 0
-        return Rounds(len(plan.waves), rows)
-
     def _cuts(self, size: int) -> Cuts:
+        if not size:
+            return Cuts.all(0)
         properties = torch.cuda.get_device_properties(self._paging.device)
         return Cuts.of(properties.multi_processor_count, size, self._kernel.widths())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe import fused_moe
 
 from vvllm_pager import kernel
-from vvllm_pager.blocks import Blocks, block_experts, on_slots, rows_in_order
+from vvllm_pager.blocks import Blocks, aligned_in_order, on_slots
 from vvllm_pager.kernel import put_on_slots
 from vvllm_pager.rounds import Rounds
 from vvllm_shared.errors import UnsupportedError
@@ -47,23 +47,25 @@ def test_blocks_in_order_are_a_layout_that_stock_may_give(seed: int, size: int) 
     """Each expert's pairs, in the batch's order, in as few blocks as they need; nobody's in none."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, EXPERTS + 1, (int(rng.integers(1, 40)), 3)).astype(np.int32)
-    owners, rows = rows_in_order(size, ids, EXPERTS)
-    assert owners.tolist() == block_experts(size, ids, EXPERTS).tolist()
+    blocks = aligned_in_order(size, torch.from_numpy(ids), EXPERTS)
+    empty = Blocks.empty(size, ids.size, EXPERTS, torch.device("cpu"))
+    assert (len(blocks.pairs), len(blocks.owners)) == (len(empty.pairs), len(empty.owners))
     at = 0
     for expert in range(EXPERTS):
         mine = np.flatnonzero(ids.reshape(-1) == expert).tolist()
         for start in range(0, len(mine), size):
-            part = mine[start : start + size]
-            assert owners[at] == expert
-            assert rows[at].tolist() == part + [ids.size] * (size - len(part))
+            rows = mine[start : start + size]
+            assert blocks.owners[at] == expert
+            assert blocks.pairs[at * size : (at + 1) * size].tolist() == rows + [ids.size] * (
+                size - len(rows)
+            )
             at += 1
-    assert len(rows) == len(owners) == at
-    assert (rows.dtype, owners.dtype) == (np.int32, np.int32)
+    assert blocks.filled.tolist() == [at * size]
+    assert all(tensor.dtype == torch.int32 for tensor in (blocks.pairs, blocks.owners, blocks.filled))
 
 
-@pytest.mark.parametrize("by", ["mask", "index"])
-def test_rounds_keep_each_pair_from_the_round_that_has_its_expert(by: str) -> None:
-    rounds = Rounds(2, nobody=torch.tensor([3]))
+def test_rounds_keep_each_pair_from_the_round_that_has_its_expert() -> None:
+    rounds = Rounds(2)
     nan = float("nan")
     first = torch.tensor([[[1.0], [nan]], [[nan], [nan]]])
     second = torch.tensor([[[nan], [2.0]], [[3.0], [nan]]])
@@ -71,7 +73,7 @@ def test_rounds_keep_each_pair_from_the_round_that_has_its_expert(by: str) -> No
     merged = None
     for rows, mask in zip((first, second), masks, strict=True):
         assert merged is None
-        rounds.mine = mask if by == "mask" else mask.flatten().nonzero().flatten()
+        rounds.mine = mask
         merged = rounds.merge(rows)
     assert merged is not None
     assert merged.flatten().tolist() == [1.0, 2.0, 3.0, 0.0]  # the last is nobody's

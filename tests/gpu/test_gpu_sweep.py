@@ -15,7 +15,7 @@ from parity import SHORT, ask, prompt
 
 import four_bits
 import zoo
-from vvllm_pager.blocks import rows_in_order
+from vvllm_pager.blocks import aligned_in_order
 from vvllm_pager.marlin_blocks import Cuts
 
 pytestmark = pytest.mark.gpu
@@ -35,10 +35,8 @@ def _align(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     assert expert_map is None
     assert ignore_invalid_experts
-    owners, rows = (
-        torch.from_numpy(a).to(ids.device) for a in rows_in_order(size, ids.cpu().numpy(), experts)
-    )
-    return rows.flatten(), owners, torch.tensor([rows.numel()], dtype=torch.int32, device=ids.device)
+    blocks = aligned_in_order(size, ids, experts)
+    return blocks.pairs, blocks.owners, blocks.filled
 
 
 @pytest.mark.parametrize("chunks", [{}, CHUNKS], ids=["whole", "chunks"])
