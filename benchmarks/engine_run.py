@@ -311,9 +311,10 @@ def _counters(runner: Any) -> dict[str, tuple[int, ...]]:
     if paging is None:
         return dict.fromkeys(("decode", "prefill", "ahead"), (0, 0, 0))
     counted = paging.board.layers(len(paging.layers))
-    ahead = paging.scratch.foresight
-    counts: dict[str, tuple[int, ...]] = {"ahead": ahead.counts() if ahead is not None else (0, 0)}
-    return counts | {phase: tuple(np.sum(layers, axis=0)[:3].tolist()) for phase, layers in counted.items()}
+    ahead = (paging.board.get("brought_ahead"), paging.board.get("used_ahead"))
+    return {"ahead": ahead} | {
+        phase: tuple(np.sum(layers, axis=0)[:3].tolist()) for phase, layers in counted.items()
+    }
 
 
 def _bundle_bytes(llm: Any, layers: int) -> int:

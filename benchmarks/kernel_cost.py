@@ -3,9 +3,9 @@
     python benchmarks/kernel_cost.py
 
 Prints, for a graph of 48 layers of 128 experts and 32 slots, what *resolve* and *fill* add to a layer that misses
-nothing: as launched, without programmatic dependent launch, and without statistics. Then what *fill* takes for one to
-eight misses of the bundles of Qwen3-30B-A3B, by the number of its programs, against the copy engine's time for the same
-bytes as one block. Each layer reads other experts.
+nothing and guesses nothing: as launched, without programmatic dependent launch, and without statistics. Then what
+*fill* takes for one to eight misses of the bundles of Qwen3-30B-A3B, by the number of its programs, against the copy
+engine's time for the same bytes as one block. Each layer reads other experts.
 """
 
 from __future__ import annotations

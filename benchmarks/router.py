@@ -20,8 +20,9 @@ from vllm.model_executor.layers.fused_moe.router.routing_simulator_router import
     RoutingStrategy,
 )
 
-from vvllm_pager.foresight import Foresight
+from vvllm_pager.foresight import MOST_TOKENS, Foresight
 
+assert MOST_GUESSED == MOST_TOKENS, "traces are guessed for as the pager guesses"
 STRATEGY = "vvllm_trace"
 _BLOCK = 256
 

@@ -190,5 +190,5 @@ def prefill_table(rows: Sequence[PrefillRow]) -> str:
     return "\n".join([head, *lines])
 
 
-def _or_dash(ms: float | None) -> str:
-    return "-" if ms is None else f"{ms:.3f}"
+def _or_dash(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}"

@@ -172,6 +172,7 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
     if block and DEVICE == "cpu":
         monkeypatch.setattr(blocks_module, "moe_align_block_size", _align)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
+    monkeypatch.setattr(staging_module, "_MOST_BYTES", 6 * lane * 256)
     monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2)
     monkeypatch.setattr(launches_module, "aligned_by_chance", lambda pairs, experts: pairs > 60)
     rng = np.random.default_rng(block + lane)
@@ -187,8 +188,8 @@ def test_a_large_batch_sweeps_over_its_experts_while_they_arrive(
 @pytest.mark.parametrize("lane", [1, 2])
 def test_two_lanes_are_enough(lane: int, streams: Streams | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small batches of the device's change what is resident between two large ones."""
-    monkeypatch.setattr(staging_module, "_MOST_LANES", 2)
     monkeypatch.setattr(staging_module, "_LANE_BYTES", lane * 256)
+    monkeypatch.setattr(staging_module, "_MOST_BYTES", 2 * lane * 256)
     monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2)
     rng = np.random.default_rng(lane)
     layers: list[Any] = []

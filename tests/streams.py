@@ -76,7 +76,7 @@ class Streams:
         class Fill:
             def __getitem__(self, grid: tuple[int]) -> Any:
                 def launch(source: Any, words: int, tiles: Any, count: int, numbers: Any, slots: Any, *rest: Any, **named: Any) -> None:  # fmt: skip  # noqa: E501
-                    for lane in {place * 256 // watch.lane_bytes for place in numbers.tolist()}:
+                    for lane in {place * staging._UNIT // watch.lane_bytes for place in numbers.tolist()}:
                         watch.access("read", source.data_ptr() + lane * watch.lane_bytes)
                     for slot in slots.tolist():
                         watch.access("write", int(tiles[0][0]) + slot * int(tiles[0][1]))

@@ -31,7 +31,7 @@ class CacheStatus:
     """The expert cache: its shape, and counters since the engine started.
 
     Attributes:
-        brought_ahead: bundles that were brought because a guess asked for them, beside `bytes_paged`.
+        brought_ahead: bundles that a guess asked for; those that were not used crossed the link beside `bytes_paged`.
         used_ahead: those that were wanted.
         traces_sent: messages to the policy process about what the router chose.
         traces_dropped: those that it was too slow for.

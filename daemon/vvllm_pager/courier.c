@@ -1,6 +1,6 @@
 /* A thread that lets the copy engine bring bundles which the device asked for.
  *
- * The device asks from inside a captured CUDA graph, through a mailbox in pinned memory, dozens of times in a
+ * The device asks from inside a captured CUDA graph, through a mailbox in pinned memory, a dozen times in a
  * millisecond: too often for Python. Each word of a message carries its number in the upper half, so a message is
  * whole when all its words carry the same. `words` words name a bundle each (layer << 16 | expert + 1, 0 for none), and
  * one more says how many bundles were used so far.
@@ -16,6 +16,7 @@
 #include <stdlib.h>
 #include <time.h>
 
+enum { MOST_WORDS = 16 };
 enum { SPINS = 100000, NAP_NS = 50000, NAP_MOST_NS = 1000000 }; /* awake for some milliseconds after each message */
 enum { WINDOW = 512, LEAST_USED = 4, PAUSE_S = 2 };  /* one in LEAST_USED must be used, else nothing is asked for */
 
@@ -117,7 +118,7 @@ static void judge(struct courier *courier, uint32_t used) {
 static void *run(void *argument) {
     struct courier *courier = argument;
     const struct route *route = &courier->route;
-    uint64_t words[16];
+    uint64_t words[MOST_WORDS];
     uint32_t last = 0, idle = 0;
     long nap = NAP_NS;
     check(courier, route->make_current(route->context));
@@ -143,9 +144,9 @@ static void *run(void *argument) {
     return NULL;
 }
 
-/* Returns NULL where no thread can be made. `route`, its layers and its box must outlive the courier. */
+/* NULL where the words are too many or no thread can be made. Layers, stores, box and lanes must outlive it. */
 struct courier *courier_start(const struct route *route) {
-    if (route->words + 1 > 16) return NULL;
+    if (route->words + 1 > MOST_WORDS) return NULL;
     struct courier *courier = calloc(1, sizeof *courier);
     if (courier == NULL) return NULL;
     courier->route = *route;

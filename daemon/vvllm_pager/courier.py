@@ -36,13 +36,13 @@ class Functions:
         """CUDA's own, in the calling thread's context.
 
         Raises:
-            CourierError: the driver does not let a stream write values.
+            CourierError: there is no driver, it is too old, or no context is current.
         """
         names = ("cuMemcpyHtoDAsync_v2", "cuStreamWriteValue32_v2", "cuCtxSetCurrent")
         try:
             found = [ctypes.cast(cuda()[name], ctypes.c_void_p).value or 0 for name in names]
-        except AttributeError as error:
-            raise CourierError(f"the CUDA driver is too old: {error}") from error
+        except (AttributeError, OSError) as error:
+            raise CourierError(f"the CUDA driver is missing or too old: {error}") from error
         context = ctypes.c_void_p()
         if cuda().cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
             raise CourierError("no CUDA context is current")
@@ -96,10 +96,10 @@ class Courier:
         self._library.courier_brought.restype = _WORD
         self._library.courier_used.restype = ctypes.c_uint32
         self._layers = (_Layer * len(layers))(*(_Layer(*layer) for layer in layers))
-        self._route = _Route(layers=ctypes.addressof(self._layers), layer_count=len(layers))
+        route = _Route(layers=ctypes.addressof(self._layers), layer_count=len(layers))
         for name, value in (vars(functions) | vars(addresses)).items():
-            setattr(self._route, name, value)
-        started = self._library.courier_start(ctypes.byref(self._route))
+            setattr(route, name, value)
+        started = self._library.courier_start(ctypes.byref(route))
         if not started:
             raise CourierError("no thread could be started")
         self._thread = ctypes.c_void_p(started)
@@ -128,8 +128,8 @@ class Courier:
 
 
 def _compile() -> ctypes.CDLL:
-    """With $CC, gcc, clang or cc, as Triton chooses (triton/runtime/build.py), which cannot do without either."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    """With $CC, gcc or clang, as Triton chooses (triton/runtime/build.py), which needs one too."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     if compiler is None:
         raise CourierError("there is no C compiler")
     with tempfile.TemporaryDirectory(prefix="vvllm-courier-") as folder:
@@ -137,9 +137,9 @@ def _compile() -> ctypes.CDLL:
         command = [compiler, "-O2", "-shared", "-fPIC", "-pthread", "-o", library, str(_SOURCE)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+            return ctypes.CDLL(library)
         except (OSError, subprocess.SubprocessError) as error:
             told = getattr(error, "stderr", None) or str(error)
             raise CourierError(
                 f"{compiler} could not compile {_SOURCE.name}: {told.strip()[:500]}"
             ) from error
-        return ctypes.CDLL(library)

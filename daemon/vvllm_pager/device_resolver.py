@@ -122,8 +122,8 @@ class DeviceResolver:
                 x = torch.zeros(
                     tokens, self._layer.hidden_size, dtype=self._layer.params_dtype, device=ids.device
                 )
-                for number in range(self._count(pairs)):
-                    self._resolve(ids, padding, number, self._count(pairs), size, False, 0, x)
+                for guessed in (x, None):
+                    self._resolve(ids, padding, 0, self._count(pairs), size, False, 0, guessed)
                 self._fill(self._ahead())
                 self._fill(self._ahead(x, top_k))
 

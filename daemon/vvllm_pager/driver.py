@@ -37,7 +37,7 @@ def copy_to_device(
     Raises:
         RuntimeError: CUDA refuses.
     """
-    if not target.is_cuda:
+    if not target.is_cuda:  # where tests run without a GPU
         piece = source.view(-1).view(torch.uint8)[source_at : source_at + nbytes]
         target.view(-1).view(torch.uint8)[target_at : target_at + nbytes].copy_(piece)
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vvllm_pager.guess_kernel import ASK, ROW, USED, ask
+from vvllm_pager.guess_kernel import ASK, COUNT, EXPERTS, MESSAGE, OF, ROW, USED, ask
 
 _PATIENCE = tl.constexpr(1000)
 """Looks, of 0.7 us on an H200, for a bundle that was asked for: a courier that is awake has brought it by then."""
@@ -53,8 +53,8 @@ def fill(
         lanes_p: int64 words [2, ASK, lane_words] on the device, by the parity of the layer: records that a courier
             brings. arrived_p: int32 [2, ASK], the number of the message that was served last.
         asked_p: int32 [2, ROW], by the parity of the layer. counters_p: see `ask`.
-        box_p: int64 [ASK + 1] in pinned host memory, the courier's mailbox: once this layer's bundles are here, what
-            the next one is guessed to miss is put into it.
+        box_p: int64 [ASK + 1] in pinned host memory, the courier's mailbox: once the program that asks has copied its
+            share of this layer's bundles, what the next one is guessed to miss is put into it.
         scores_p, next_slot_of_p: see `ask`.
     """
     if EARLY:
@@ -72,9 +72,9 @@ def fill(
             if NEXT_E > 0:
                 ask(next_p, scores_p, next_slot_of_p, counters_p, layer + 1, live, top_k, NEXT_E, NEXT_EP)
             else:
-                tl.store(next_p, -1)
+                tl.store(next_p + OF, -1)
         asked_now_p = asked_p + (layer % 2) * ROW
-        patience = count * 0 + _PATIENCE
+        patience = count * 0 + _PATIENCE  # a tensor, as a loop must carry one
         # First what nobody brings.
         for brought in tl.static_range(2):
             for work in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
@@ -85,7 +85,7 @@ def fill(
                     record = store_p.to(tl.int64) + expert.to(tl.int64) * record_words * 8
                     if brought == 1:
                         at = (layer % 2) * ASK + lane
-                        here, patience = _wait_for(tl.load(asked_now_p + 1), arrived_p + at, patience)
+                        here, patience = _wait_for(tl.load(asked_now_p + MESSAGE), arrived_p + at, patience)
                         in_lane = lanes_p.to(tl.int64) + at.to(tl.int64) * lane_words * 8
                         record = tl.where(here, in_lane, record)
                         tl.atomic_add(counters_p + USED, 1, mask=here & (work % tiles == 0), sem="relaxed")
@@ -129,21 +129,21 @@ def _wait_for(number, arrived_p, patience):
 @triton.jit
 def _lane(row_p, expert, layer):
     """Which of the layer's lanes this expert was asked into; -1 for none."""
-    mine = tl.load(row_p) == layer
-    count = tl.load(row_p + 2)
+    mine = tl.load(row_p + OF) == layer
+    count = tl.load(row_p + COUNT)
     lane = -1
     for number in tl.static_range(ASK):
-        lane = tl.where(mine & (number < count) & (tl.load(row_p + 3 + number) == expert), number, lane)
+        lane = tl.where(mine & (number < count) & (tl.load(row_p + EXPERTS + number) == expert), number, lane)
     return lane
 
 
 @triton.jit
 def _post(row_p, counters_p, box_p, next_layer):
     """Every word carries the message's number in its upper half, so the reader needs no fence to see what is whole."""
-    count = tl.load(row_p + 2)
-    if (tl.load(row_p) == next_layer) & (count > 0):
-        number = tl.load(row_p + 1).to(tl.int64) << 32
+    count = tl.load(row_p + COUNT)
+    if (tl.load(row_p + OF) == next_layer) & (count > 0):
+        number = tl.load(row_p + MESSAGE).to(tl.int64) << 32
         for place in tl.static_range(ASK):
-            wanted = tl.where(place < count, tl.load(row_p + 3 + place) + 1, 0).to(tl.int64)
+            wanted = tl.where(place < count, tl.load(row_p + EXPERTS + place) + 1, 0).to(tl.int64)
             tl.store(box_p + place, number | (next_layer.to(tl.int64) << 16) | wanted)
         tl.store(box_p + ASK, number | (tl.load(counters_p + USED).to(tl.int64) & 0xFFFFFFFF))

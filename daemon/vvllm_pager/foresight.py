@@ -18,7 +18,7 @@ import triton
 from vllm.logger import init_logger
 
 from vvllm_pager.courier import Addresses, Courier, CourierError, Functions
-from vvllm_pager.guess_kernel import ASK, ENABLED, ROW, USED
+from vvllm_pager.guess_kernel import ASK, ENABLED, ROW
 
 if TYPE_CHECKING:
     from vvllm_pager.routed_experts import PagedExperts
@@ -27,7 +27,6 @@ log = init_logger("vllm.vvllm_pager")
 
 MOST_TOKENS = 16
 """Of a batch that is guessed for: each costs a microsecond, and the misses of many fill the link anyway."""
-_LEAST_LANE = 256
 
 
 @dataclass(frozen=True)
@@ -64,25 +63,29 @@ class Foresight:
         gates: of each layer; None where there is none to ask.
         layers: the engine's, with their pools.
         device: the GPU.
-
-    Raises:
-        CourierError: no courier can run here.
     """
 
     def __init__(
         self, gates: Sequence[Gate | None], layers: Sequence[PagedExperts], device: torch.device
     ) -> None:
         self._gates, self._layers = gates, layers
-        lane_bytes = max([_LEAST_LANE, *(layer.layout.record_bytes for layer in layers)])
+        lane_bytes = max(layer.layout.record_bytes for layer in layers)
         words = {"dtype": torch.int32, "device": device}
         self.lanes = torch.zeros(2 * ASK.value, lane_bytes // 8, dtype=torch.int64, device=device)
+        """[2 ASK, words of a lane], those of even layers first."""
         self.arrived = torch.zeros(2 * ASK.value, **words)
+        """int32 [2 ASK], the message that a lane's content was asked for by."""
         self.asked = torch.full((2, ROW.value), -1, **words)
+        """int32, by the parity of the layer."""
         self.counters = torch.zeros(3, **words)
         self.counters[ENABLED.value] = 1
         self.scores = torch.zeros(max(layer.experts for layer in layers), dtype=torch.float32, device=device)
+        """[E] of the next layer."""
         self.box = torch.zeros(ASK.value + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """The mailbox, in pinned memory."""
         self.courier: Courier | None = None
+        self._stream: torch.cuda.Stream | None = None
+        """The courier's."""
 
     def start(self) -> None:
         """Start the courier.
@@ -110,7 +113,7 @@ class Foresight:
         ]
 
     def scoring(self, layer: int, x: torch.Tensor) -> dict[str, Any]:
-        """What *resolve* is given in a layer's first round.
+        """What *resolve* is given in a layer's first round; nothing where there is nothing to guess.
 
         Args:
             x: [T, H], the input of the layer's experts.
@@ -127,7 +130,13 @@ class Foresight:
         }
 
     def asking(self, layer: int, x: torch.Tensor, top_k: int, live: bool) -> dict[str, Any]:
-        """What *fill* is given in a layer's last round: as `lanes_of`, and what to ask for the next layer."""
+        """What *fill* is given in a layer's last round: as `lanes_of`, and what to ask for the next layer.
+
+        Args:
+            x: as in `scoring`.
+            top_k: how many experts the next layer is taken to need.
+            live: whether this step is a request's.
+        """
         given = self.lanes_of(layer)
         if self._gate_after(layer) is None or not self._guesses(x):
             return given
@@ -159,17 +168,6 @@ class Foresight:
     def _guesses(self, x: torch.Tensor) -> bool:
         return len(x) <= MOST_TOKENS and x.is_contiguous()
 
-    def counts(self) -> tuple[int, int]:
-        """Bundles that were brought, and how many of them were used. Waits for the device."""
-        brought = self.courier.brought if self.courier is not None else 0
-        return brought, int(self.counters[USED.value])
-
-    def stop(self) -> None:
-        """End the courier, before the memory goes."""
-        if self.courier is not None:
-            self.courier.stop()
-            self.courier = None
-
 
 def look_ahead(
     gates: Sequence[Any], layers: Sequence[PagedExperts], device: torch.device
@@ -181,12 +179,12 @@ def look_ahead(
     """
     usable = [Gate.of(gate, layer) for gate, layer in zip(gates, layers, strict=True)]
     if not any(usable[1:]):
-        log.info("Bundles are not brought ahead: the gates of this model are not plain matrices")
+        log.info("Bundles are not brought ahead: no gate of this model is a plain matrix that vLLM shows")
         return None
     foresight = Foresight(usable, layers, device)
     try:
         foresight.start()
-    except (CourierError, OSError) as error:
+    except CourierError as error:
         log.warning("Bundles are not brought ahead: %s", error)
         return None
     return foresight

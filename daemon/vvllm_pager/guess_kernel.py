@@ -13,10 +13,13 @@ import triton.language as tl
 
 ASK = tl.constexpr(2)
 """Bundles that are asked for ahead at most: what a link moves while a layer is computed."""
+OF, MESSAGE, COUNT, EXPERTS = map(tl.constexpr, range(4))
 ROW = tl.constexpr(3 + ASK.value)
 """int32 words of what is asked for a layer: the layer, the message's number, how many, and their experts."""
 NUMBER, USED, ENABLED = map(tl.constexpr, range(3))
 """Of the counters, int32: messages so far, bundles that came from lanes, and whether anything is to be asked for."""
+_LAST = tl.constexpr(2**31 - 1)
+"""A place behind all."""
 _RANKED = tl.constexpr(64)
 """Scores that all others are held against at a time."""
 
@@ -32,7 +35,6 @@ def score(
     tokens,
     H: tl.constexpr,
     MASKED: tl.constexpr,
-    CORRECTED: tl.constexpr,
 ):
     """Write down the highest score that a token of somebody's gives an expert of the next layer.
 
@@ -51,7 +53,7 @@ def score(
             gate = tl.load(gate_p + expert * H + at + h, mask=inside, other=0.0).to(tl.float32)
             total += x * gate
         mine = tl.sum(total, 0)
-        if CORRECTED:
+        if correction_p is not None:
             mine = tl.sigmoid(mine) + tl.load(correction_p + expert).to(tl.float32)
         if MASKED:
             mine = tl.where(tl.load(padding_p + token) != 0, float("-inf"), mine)
@@ -63,7 +65,8 @@ def score(
 def ask(
     row_p, scores_p, next_slot_of_p, counters_p, next_layer, live, top_k, E: tl.constexpr, EP: tl.constexpr
 ):
-    """Write down the first of the `top_k` best experts that have no slot, at most ASK.
+    """Write down the best ASK of those among the `top_k` best experts that have no slot; none where `live` or ENABLED
+    is 0.
 
     Args:
         row_p: int32 [ROW]. next_slot_of_p: int32 [E], the next layer's page table. counters_p: int32 [3].
@@ -81,16 +84,16 @@ def ask(
         rank += tl.sum(ahead.to(tl.int32), 1)
     # The best come first; who has a slot, or is no token's choice, is behind all.
     chosen = wanted & (rank < top_k) & (slot < 0) & (scores > float("-inf"))
-    place = tl.where(chosen, rank * EP + e, 2147483647)
+    place = tl.where(chosen, rank * EP + e, _LAST)
     count = 0
     for at in tl.static_range(ASK):
         first = tl.min(place, 0)
-        found = first < 2147483647
-        tl.store(row_p + 3 + at, first % EP, mask=found)
+        found = first < _LAST
+        tl.store(row_p + EXPERTS + at, first % EP, mask=found)
         count += found.to(tl.int32)
-        place = tl.where(place == first, 2147483647, place)
+        place = tl.where(place == first, _LAST, place)
     number = tl.where(count > 0, number + 1, number)
     tl.store(counters_p + NUMBER, number)
-    tl.store(row_p, next_layer)
-    tl.store(row_p + 1, number)
-    tl.store(row_p + 2, count)
+    tl.store(row_p + OF, next_layer)
+    tl.store(row_p + MESSAGE, number)
+    tl.store(row_p + COUNT, count)

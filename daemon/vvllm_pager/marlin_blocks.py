@@ -2,8 +2,9 @@
 
 The kernel (marlin_template.h) lays the output's tiles in a row, block by block. Each tile of the row's front is one
 thread block's alone, all of K, wherever it lies. The row's end, at most four thirds of the grid's thread blocks, is cut
-along K where the grid's stripes end, which depends on how many tiles come before it: modulo the grid. So a launch may
-leave blocks of the front out, in multiples of a number that keeps the rest of that division, and must keep the end.
+along K where the grid's stripes end, which depends on how many tiles come before it: modulo the grid. So a launch keeps
+the end, and of the front it leaves out what it likes, unless it is for blocks of the end: then it leaves blocks out in
+multiples of a number that keeps the rest of that division. How an end that nobody wants is cut does not matter.
 """
 
 from __future__ import annotations

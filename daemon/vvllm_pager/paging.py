@@ -188,7 +188,10 @@ class Paging:
             weakref.finalize(self, self._ring.stop)
             self._look_ahead(self.scratch)
         self.board.set("phase", Phase.WARMING)
-        for layer in {(layer.experts, layer.slots, layer.top_k): layer for layer in self.layers}.values():
+        # The first of a kind: behind the last may be none to guess for.
+        for layer in {
+            (layer.experts, layer.slots, layer.top_k): layer for layer in reversed(self.layers)
+        }.values():
             layer.warm_up()
         slot_bytes = sum(layer.slots * layer.layout.bundle_bytes for layer in self.layers)
         log.info(

@@ -81,8 +81,7 @@ def resolve(
     if H > 0:  # noqa: SIM102  # the outer one is Triton's to decide, when it compiles
         if tl.program_id(0) > 0:
             expert = tl.program_id(0) - 1
-            corrected: tl.constexpr = correction_p is not None
-            score(x_p, padding_p, gate_p, correction_p, scores_p, expert, N // top_k, H, MASKED, corrected)
+            score(x_p, padding_p, gate_p, correction_p, scores_p, expert, N // top_k, H, MASKED)
             return
     i = tl.arange(0, NP)
     e = tl.arange(0, EP)

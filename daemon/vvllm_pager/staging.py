@@ -21,7 +21,7 @@ from vvllm_shared.residency.page_table import Ints
 
 _LANE_BYTES = 16 << 20
 """From here on the copy engine is at its full speed (54 GB/s on PCIe 5.0 x16; 1 MiB: 47)."""
-_MOST_BYTES, _MOST_LANES = 96 << 20, 6
+_MOST_BYTES = 96 << 20
 """A wave of a 30B model's bundles in four bits with 32 slots, and what the link moves while attention runs and a batch
 is planned; less than a slot of all its layers. Two lanes there are in any case."""
 _DEALERS, _DEALER_WARPS = 64, 8
@@ -64,8 +64,8 @@ class Staging:
     """
 
     def __init__(self, record_bytes: int, device: torch.device) -> None:
-        size = -(-max(_LANE_BYTES, record_bytes) // _UNIT) * _UNIT
-        count = max(2, min(_MOST_LANES, _MOST_BYTES // size))
+        size = max(_LANE_BYTES, record_bytes)
+        count = max(2, _MOST_BYTES // size)
         self.nbytes = count * size
         """In VRAM."""
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -129,7 +129,7 @@ class Staging:
         start = 0
         while start < len(pieces):
             # Half of the lanes at once: few launches, and the other half fills meanwhile.
-            group = list(dict.fromkeys(pieces[start:]))[: max(len(self._lanes) // 2, 1)]
+            group = list(dict.fromkeys(pieces[start:]))[: len(self._lanes) // 2]
             group = [piece for piece in group if piece.sent]
             assert group, "a piece's turn did not come"  # noqa: S101  # those before it have given their lanes back
             end = start

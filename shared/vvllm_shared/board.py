@@ -53,7 +53,7 @@ FIELDS = (
     "hits",  # distinct experts of a layer's batch that were in a slot
     "misses",  # … that had to be paged in; a token wave's second load of an expert counts again
     "bytes_paged",
-    "brought_ahead",  # bundles that a guess asked for; they cross the link beside those of the misses
+    "brought_ahead",  # bundles that a guess asked for; those not used crossed the link beside bytes_paged
     "used_ahead",  # … and that were misses when their layer came
     "token_waves",  # kernel calls beyond a layer's first
     "pair_waves",

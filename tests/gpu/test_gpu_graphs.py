@@ -128,22 +128,32 @@ def test_large_batches_equal_stock(slots: int, model: Callable[[str, str], Path]
     assert ask(path, batches, {"slots": slots, "poison": True}, **arguments) == reference
 
 
+def paged(path: Path) -> tuple[Any, list[Any]]:
+    """An engine with 12 slots, and its paged layers."""
+    set_environment()
+    from vllm import LLM
+
+    llm = LLM(model=str(path), **engine_args(additional_config={"expert_cache": {"slots": 12}}, **FULL))
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return llm, [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
+
+
+def generate(llm: Any, prompt_ids: list[int], tokens: int) -> None:
+    from vllm import SamplingParams
+
+    llm.generate(
+        [{"prompt_token_ids": prompt_ids}],
+        SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True),
+    )
+    time.sleep(0.5)
+
+
 def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, str], Path]) -> None:
     """Warm-up and capture leave no trace; each layer of each step looks up its k experts once."""
-    set_environment()
-    from vllm import LLM, SamplingParams
-
-    cache = {"expert_cache": {"slots": 12}}
-    llm = LLM(
-        model=str(model("qwen3_moe", "bf16")),
-        **engine_args(additional_config=cache, **FULL),
-    )
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
+    llm, layers = paged(model("qwen3_moe", "bf16"))
     board = layers[0].paging.board
     assert not any(any(c) for counts in board.layers(len(layers)).values() for c in counts)
-    llm.generate([{"prompt_token_ids": LONG}], SamplingParams(temperature=0, max_tokens=21, ignore_eos=True))
-    time.sleep(0.5)
+    generate(llm, LONG, 21)
     counts = board.layers(len(layers))
     for hits, misses, nbytes, waves in counts["decode"]:
         assert hits + misses == 20 * 4
@@ -151,28 +161,16 @@ def test_counters_count_every_layer_of_every_decode_step(model: Callable[[str, s
         assert (nbytes, waves) == (misses * layers[0].layout.bundle_bytes, 0)
     assert all(misses > 0 for _, misses, _, _ in counts["prefill"])
     assert board.get("steps") == 21
-    del llm
 
 
 def test_bundles_are_brought_ahead_and_taken(model: Callable[[str, str], Path]) -> None:
     """By the gates of a real model, random as they are; and what comes so changes no answer (above)."""
-    set_environment()
-    from vllm import LLM, SamplingParams
-
-    cache = {"expert_cache": {"slots": 12}}
-    llm = LLM(
-        model=str(model("qwen3_moe", "bf16")),
-        **engine_args(additional_config=cache, **FULL),
-    )
-    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
-    layers = [m for m in runner.get_model().modules() if getattr(m, "paging", None) is not None]
+    llm, layers = paged(model("qwen3_moe", "bf16"))
     assert layers[0].paging.scratch.foresight is not None
-    llm.generate([{"prompt_token_ids": SHORT}], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
-    time.sleep(0.5)
+    generate(llm, SHORT, 60)
     board = layers[0].paging.board
     assert 0 < board.get("used_ahead") <= board.get("brought_ahead")
     assert board.get("used_ahead") < board.get("misses")
-    del llm
 
 
 def test_captures_that_only_the_host_could_page_for_are_refused(model: Callable[[str, str], Path]) -> None:

@@ -102,10 +102,10 @@ def plan_step(
     by_pairs = force_pairs
     everyone = (0, ids.shape[0])
     if not force_pairs and int(np.count_nonzero(needed)) <= table.slots:
-        waves = [_wave(needed, needed, everyone, table, weights)]
+        waves = [_wave(needed, everyone, table, weights)]
     elif force_pairs or ids.shape[0] > pair_waves_above:
         by_pairs = True
-        groups = list(_groups(needed, resident, table.slots, apart=overlap))
+        groups = _groups(needed, resident, table.slots, apart=overlap)
         waves = list(_pair_waves(groups, everyone, table, weights))
     else:
         waves = _token_waves(ids, table, weights)
@@ -113,10 +113,10 @@ def plan_step(
     return Plan(tuple(_with_readers(waves, table.slots)), by_pairs, int(np.count_nonzero(resident)), misses)
 
 
-def _wave(group: Bools, keep: Bools, tokens: tuple[int, int], table: PageTable, weights: Weights) -> Wave:
-    """Make `group` resident, evicting none of `keep`."""
+def _wave(group: Bools, tokens: tuple[int, int], table: PageTable, weights: Weights) -> Wave:
+    """Make `group` resident."""
     missing = np.flatnonzero(group & (table.slot_of == EMPTY)).astype(np.int32)
-    slots = table.victims(len(missing), keep, weights) if len(missing) else missing
+    slots = table.victims(len(missing), group, weights) if len(missing) else missing
     if len(missing):
         table.place(missing, slots)
     experts = np.flatnonzero(group).astype(np.int32)
@@ -127,21 +127,22 @@ def _groups(needed: Bools, resident: Bools, slots: int, *, apart: bool) -> Itera
     """As many experts as there are slots, resident ones first; `apart`: and these by themselves."""
     here: Ints = np.flatnonzero(resident).astype(np.int32)
     missing: Ints = np.flatnonzero(needed & ~resident).astype(np.int32)
+    rest = missing
     if apart and len(here) and len(missing):
         yield here
     else:
-        missing = np.concatenate([here, missing])
-    for start in range(0, max(len(missing), 1), slots):
-        yield missing[start : start + slots]
+        rest = np.concatenate([here, missing])
+    for start in range(0, max(len(rest), 1), slots):
+        yield rest[start : start + slots]
 
 
 def _pair_waves(
-    groups: list[Ints], tokens: tuple[int, int], table: PageTable, weights: Weights
+    groups: Iterator[Ints], tokens: tuple[int, int], table: PageTable, weights: Weights
 ) -> Iterator[Wave]:
     for group in groups:
         mine = np.zeros(table.experts, np.bool_)
         mine[group] = True
-        yield _wave(mine, mine, tokens, table, weights)
+        yield _wave(mine, tokens, table, weights)
 
 
 def _token_waves(ids: Ints, table: PageTable, weights: Weights) -> list[Wave]:
@@ -159,7 +160,7 @@ def _token_waves(ids: Ints, table: PageTable, weights: Weights) -> list[Wave]:
             group, end = grown, end + 1
         # top_k <= slots is checked where the slots are sized, so every token fits by itself.
         assert end > start, f"one token needs more than {table.slots} slots"  # noqa: S101
-        waves.append(_wave(group, group, (start, end), table, weights))
+        waves.append(_wave(group, (start, end), table, weights))
         start = end
     return waves
 
