@@ -50,7 +50,7 @@ FIELDS = (
     "layers_done",
     "layers_total",
     "steps",  # forward passes of the whole model
-    "hits",  # distinct experts of a layer's batch that were in a slot; a batch that needs nearly all is taken to need all
+    "hits",  # distinct experts of a layer's batch that were in a slot; one that needs nearly all is taken to need all
     "misses",  # … that had to be paged in; a token wave's second load of an expert counts again
     "bytes_paged",
     "brought_ahead",  # bundles that a guess asked for; those not used crossed the link beside bytes_paged
