@@ -13,13 +13,16 @@ from vvllm_pager.courier import Functions
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
-int fails = 0;
+int fails = 0, put_fails = 0;
+void *held = 0;
 int copy(uint64_t to, const void *from, size_t n, void *stream) {
     if (fails) return fails;
     memcpy((void *)to, from, n);
     return 0;
 }
 int put(void *stream, uint64_t at, uint32_t value, unsigned flags) {
+    if (put_fails) return put_fails;
+    if ((void *)at == held) return 0; /* what is queued does not come to run */
     __atomic_store_n((uint32_t *)at, value, __ATOMIC_RELEASE);
     return 0;
 }

@@ -19,7 +19,7 @@ from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.courier import Courier
 from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.foresight import Foresight, Gate
-from vvllm_pager.guess_kernel import ASK, ENABLED, USED
+from vvllm_pager.guess_kernel import ASK, ENABLED, LATE, NUMBER, USED
 from vvllm_pager.slot_pool import SlotPool
 
 HIDDEN, TOP_K = 24, 3
@@ -121,6 +121,13 @@ def test_nothing_is_asked_for_in_warm_up_or_while_guesses_are_wrong() -> None:
     _, number, experts = model.asked(1)
     assert number == 1
     assert experts
+    model.ahead.counters[LATE.value] = 64  # nobody brings it in time
+    model.step(0, ids, x)
+    assert model.asked(1) == (1, 1, [])
+    model.ahead.counters[LATE.value] = 0
+    model.ahead.counters[NUMBER.value] = -1  # after which comes none that an empty lane has
+    model.step(0, ids, x)
+    assert model.asked(1)[1] == 1
     model.step(0, ids, None)  # a batch that is not guessed for
     assert model.asked(1)[0] == -1
 
@@ -142,6 +149,7 @@ def test_a_miss_is_taken_from_its_lane_once_it_has_arrived_and_else_from_the_hos
     assert of_expert[5] == 500
     assert of_expert[9] == (900 if arrived else 3009)
     assert int(ahead.counters[USED.value]) == 1 + arrived
+    assert int(ahead.counters[LATE.value]) == 1 - arrived
 
 
 def test_what_was_asked_for_another_layer_is_nobodys() -> None:
@@ -202,5 +210,5 @@ def test_the_mailbox_words_are_what_the_courier_reads() -> None:
         torch.cuda.synchronize()
     _, number, experts = model.asked(2)
     words = [ctypes.c_uint64(word).value for word in model.ahead.box.tolist()]
-    assert [word >> 32 for word in words] == [number] * 3
+    assert [word >> 32 for word in words] == [*[number] * 3, 0]
     assert [(word >> 16 & 0xFFFF, word & 0xFFFF) for word in words[:2]] == [(2, e + 1) for e in experts]

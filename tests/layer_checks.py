@@ -107,6 +107,7 @@ class Step:
         paging = layers[0].paging if layers else _paging(layers, layout.record_bytes, device)
         layer.paging = paging
         layers.append(layer)
+        self.layer = layer
         self.on_device = DeviceResolver(layer, self.toy, paging, Scratch(EXPERTS, SLOTS, device))
         self.on_host = HostResolver(layer, self.toy, paging)
 
@@ -199,6 +200,35 @@ def test_two_lanes_are_enough(lane: int, streams: Streams | None, monkeypatch: p
         _check(second, rng, 20, "host", alike=False)
         for _ in range(3):
             _check(second, rng, 2, "device", alike=False)
+
+
+@pytest.mark.parametrize("by", ["device", "host", "sweep"])
+def test_a_step_that_fails_in_its_middle_leaves_nothing_resident(
+    by: str, streams: Streams | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots may hold what the table does not say; who goes on all the same gets right answers."""
+    monkeypatch.setattr(host_resolver_module, "_NEARLY_ALL", 2 if by == "sweep" else 100)
+    rng = np.random.default_rng(7)
+    step = Step(0, streams, [])
+    tokens, driver = (5, "device") if by == "device" else (20, "host")
+    _check(step, rng, tokens, driver, alike=False)
+    compute, calls = step.toy.compute, []
+
+    def fail_in_the_second_round(*args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return compute(*args)
+
+    step.toy.compute = fail_in_the_second_round  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        _check(step, rng, tokens, driver, alike=False)
+    step.toy.compute = compute  # type: ignore[method-assign]
+    table = step.layer.pool.table.device
+    assert (table["slot_of"] == -1).all()
+    assert (table["expert_in"] == -1).all()
+    for number in range(6):
+        _check(step, rng, *((4, "device") if number % 2 else (20, "host")), alike=False)
 
 
 def test_a_sweep_tells_what_was_chosen_once_its_last_layer_is_queued(

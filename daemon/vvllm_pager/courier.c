@@ -6,7 +6,8 @@
  * one more says how many bundles were used so far.
  *
  * Copies and the numbers that follow them are queued on one stream: a lane holds the bundle whose message's number
- * stands beside it. A message that was missed is never served; who asked for it then reads host memory itself.
+ * stands beside it. A message that was missed is never served, nor one that comes while copies for the last but one are
+ * still under way, which would only be late; who asked for it reads host memory itself.
  */
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -37,13 +38,13 @@ struct route {
     current_function make_current;
     void *context;
     void *stream;
-    const _Atomic uint64_t *box; /* words + 1 */
+    const _Atomic uint64_t *box; /* words + 1, and one for the number of the last message whose copies are done */
     const struct layer *layers;
     uint64_t layer_count;
     uint64_t lanes; /* on the device: words lanes for even layers, then as many for odd ones */
     uint64_t lane_bytes;
     uint64_t arrived; /* on the device: uint32 for each lane */
-    uint64_t enabled; /* on the device: uint32 */
+    uint64_t enabled; /* on the device: uint32, and behind it how often somebody waited in vain */
     uint64_t words;
 };
 
@@ -55,7 +56,8 @@ struct courier {
     _Atomic uint64_t brought;
     _Atomic uint32_t used;
     uint32_t window_brought, window_used;
-    time_t paused_until; /* 0: not paused */
+    uint32_t queued; /* the number of the last message that was served */
+    time_t pardoned; /* when asking was last allowed */
 };
 
 static time_t now(void) {
@@ -101,6 +103,15 @@ static void bring(struct courier *courier, const uint64_t *words) {
         courier->brought++;
         courier->window_brought++;
     }
+    courier->queued = number;
+    check(courier, route->write(route->stream, (uint64_t)&route->box[route->words + 1], number, 0));
+}
+
+/* Whether all but the last served message's copies are done. */
+static int ready(const struct courier *courier, uint32_t before) {
+    const struct route *route = &courier->route;
+    uint32_t done = atomic_load_explicit(&route->box[route->words + 1], memory_order_relaxed);
+    return done == courier->queued || done == before;
 }
 
 /* Guesses that are mostly wrong take the link's time for nothing: stop asking, and try again later. */
@@ -109,23 +120,36 @@ static void judge(struct courier *courier, uint32_t used) {
     if (courier->window_brought < WINDOW) return;
     if ((used - courier->window_used) * LEAST_USED < courier->window_brought) {
         check(courier, courier->route.write(courier->route.stream, courier->route.enabled, 0, 0));
-        courier->paused_until = now() + PAUSE_S;
+        courier->pardoned = now();
     }
     courier->window_brought = 0;
     courier->window_used = used;
+}
+
+/* Nobody asks: because guesses were wrong, or messages not served, or nothing runs. Let it be tried again. */
+static void pardon(struct courier *courier) {
+    const struct route *route = &courier->route;
+    if (now() < courier->pardoned + PAUSE_S) return;
+    courier->pardoned = now();
+    if (!check(courier, route->write(route->stream, route->enabled + 4, 0, 0)))
+        check(courier, route->write(route->stream, route->enabled, 1, 0));
 }
 
 static void *run(void *argument) {
     struct courier *courier = argument;
     const struct route *route = &courier->route;
     uint64_t words[MOST_WORDS];
-    uint32_t last = 0, idle = 0;
+    static const uint32_t off = 0;
+    uint32_t last = 0, before = 0, idle = 0;
     long nap = NAP_NS;
     check(courier, route->make_current(route->context));
     while (!courier->over && !courier->error) {
         if (look(route->box, route->words + 1, words) && words[0] >> 32 != last) {
             last = words[0] >> 32;
-            bring(courier, words);
+            if (ready(courier, before)) {
+                before = courier->queued;
+                bring(courier, words);
+            }
             judge(courier, (uint32_t)words[route->words]);
             idle = 0;
             nap = NAP_NS;
@@ -135,12 +159,11 @@ static void *run(void *argument) {
             nanosleep(&(struct timespec){0, nap}, NULL);
             nap = 2 * nap < NAP_MOST_NS ? 2 * nap : NAP_MOST_NS;
             idle = SPINS;
-            if (courier->paused_until && now() >= courier->paused_until) {
-                courier->paused_until = 0;
-                check(courier, route->write(route->stream, route->enabled, 1, 0));
-            }
+            pardon(courier);
         }
     }
+    /* By a copy: the write may be what failed. Who still asks would wait for nothing. */
+    if (courier->error) route->copy(route->enabled, &off, sizeof off, route->stream);
     return NULL;
 }
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,9 +31,12 @@ class Functions:
     context: int
     stream: int
 
+    synchronize: Callable[[], None] = lambda: None
+    """Waits for what is queued on the stream."""
+
     @classmethod
-    def of_cuda(cls, stream: int) -> Functions:
-        """CUDA's own, in the calling thread's context.
+    def of_cuda(cls) -> Functions:
+        """CUDA's own, in the calling thread's context, with a stream that nobody else has.
 
         Raises:
             CourierError: there is no driver, it is too old, or no context is current.
@@ -47,7 +50,18 @@ class Functions:
         if cuda().cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
             raise CourierError("no CUDA context is current")
         copy, write, make_current = found
-        return cls(copy, write, make_current, context.value, stream)
+        stream = ctypes.c_void_p()
+        if cuda().cuStreamCreate(ctypes.byref(stream), 1) or not stream.value:  # CU_STREAM_NON_BLOCKING
+            raise CourierError("CUDA gives no stream")
+        own = ctypes.c_void_p(stream.value)
+        return cls(
+            copy,
+            write,
+            make_current,
+            context.value,
+            stream.value,
+            lambda: cuda().cuStreamSynchronize(own),
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,9 @@ class Courier:
         self._layers = (_Layer * len(layers))(*(_Layer(*layer) for layer in layers))
         route = _Route(layers=ctypes.addressof(self._layers), layer_count=len(layers))
         for name, value in (vars(functions) | vars(addresses)).items():
-            setattr(route, name, value)
+            if name != "synchronize":
+                setattr(route, name, value)
+        self._synchronize = functions.synchronize
         started = self._library.courier_start(ctypes.byref(route))
         if not started:
             raise CourierError("no thread could be started")
@@ -121,10 +137,11 @@ class Courier:
         return int(self._library.courier_error(self._thread))
 
     def stop(self) -> None:
-        """End the thread. What it has queued still runs."""
+        """End the thread, and wait for what it has queued."""
         if not self._stopped:
             self._stopped = True
             self._library.courier_stop(self._thread)
+            self._synchronize()
 
 
 def _compile() -> ctypes.CDLL:

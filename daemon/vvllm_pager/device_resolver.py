@@ -91,17 +91,21 @@ class DeviceResolver:
         live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up(self._paging.graphs)
         padding, phase = forward.padding_rows(tokens), forward.phase(self._paging.tokens_each)
         out = x
-        with stock_launch(layer, x, top_k):
-            for number in range(count):
-                own = 0 if by_expert else size
-                slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase, x)
-                if by_expert is not None:
-                    blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
-                self._fill(self._ahead(x, top_k, live) if number == count - 1 else self._ahead())
-                if rounds:
-                    rounds.mine = slots >= 0
-                with one_call(kernel, blocks, rounds):
-                    out = compute(x, topk_weights, topk_ids if blocks else slots)
+        try:
+            with stock_launch(layer, x, top_k):
+                for number in range(count):
+                    own = 0 if by_expert else size
+                    slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase, x)
+                    if by_expert is not None:
+                        blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
+                    self._fill(self._ahead(x, top_k, live) if number == count - 1 else self._ahead())
+                    if rounds:
+                        rounds.mine = slots >= 0
+                    with one_call(kernel, blocks, rounds):
+                        out = compute(x, topk_weights, topk_ids if blocks else slots)
+        except BaseException:
+            layer.pool.table.forget_contents()  # as in the host's steps
+            raise
         return out
 
     def warm_up(self, top_k: int, most: int) -> None:

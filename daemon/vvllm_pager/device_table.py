@@ -85,6 +85,13 @@ class DeviceTable:
         self.host.bias[:] = 0.0 if bias is None else bias
         self.write()
 
+    def forget_contents(self) -> None:
+        """Nothing is resident, in `host` and, behind what is queued, on the device: a step failed in its middle."""
+        self.host.slot_of.fill(EMPTY)
+        self.host.expert_in.fill(EMPTY)
+        for name in ("slot_of", "expert_in"):
+            self.device[name].fill_(EMPTY)
+
     def forget_statistics(self) -> None:
         """As if nothing had been used yet, in `host`: what is resident stays."""
         self.host.last_used.fill(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vvllm_pager.guess_kernel import ASK, COUNT, EXPERTS, MESSAGE, OF, ROW, USED, ask
+from vvllm_pager.guess_kernel import ASK, COUNT, EXPERTS, LATE, MESSAGE, OF, ROW, USED, ask
 
 _PATIENCE = tl.constexpr(1000)
 """Looks, of 0.7 us on an H200, for a bundle that was asked for: a courier that is awake has brought it by then."""
@@ -89,6 +89,8 @@ def fill(
                         in_lane = lanes_p.to(tl.int64) + at.to(tl.int64) * lane_words * 8
                         record = tl.where(here, in_lane, record)
                         tl.atomic_add(counters_p + USED, 1, mask=here & (work % tiles == 0), sem="relaxed")
+                        lost = (here == 0) & (work % tiles == 0)
+                        tl.atomic_add(counters_p + LATE, 1, mask=lost, sem="relaxed")
                     record_p = record.to(tl.pointer_type(tl.int64))
                     _copy(record_p, miss_slot_p + miss, tiles_p + (work % tiles) * 5, TILE)
         if asker:

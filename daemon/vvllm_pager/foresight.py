@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 log = init_logger("vllm.vvllm_pager")
 
+_LARGEST = 32 << 20
+"""Bytes of a record, which travel longer than a layer takes on any link; four have room in VRAM."""
 MOST_TOKENS = 16
 """Of a batch that is guessed for: each costs a microsecond, and the misses of many fill the link anyway."""
 
@@ -69,6 +71,7 @@ class Foresight:
         self, gates: Sequence[Gate | None], layers: Sequence[PagedExperts], device: torch.device
     ) -> None:
         self._gates, self._layers = gates, layers
+        self._hidden = layers[0].hidden_size
         lane_bytes = max(layer.layout.record_bytes for layer in layers)
         words = {"dtype": torch.int32, "device": device}
         self.lanes = torch.zeros(2 * ASK.value, lane_bytes // 8, dtype=torch.int64, device=device)
@@ -77,15 +80,13 @@ class Foresight:
         """int32 [2 ASK], the message that a lane's content was asked for by."""
         self.asked = torch.full((2, ROW.value), -1, **words)
         """int32, by the parity of the layer."""
-        self.counters = torch.zeros(3, **words)
+        self.counters = torch.zeros(4, **words)
         self.counters[ENABLED.value] = 1
         self.scores = torch.zeros(max(layer.experts for layer in layers), dtype=torch.float32, device=device)
         """[E] of the next layer."""
-        self.box = torch.zeros(ASK.value + 1, dtype=torch.int64, pin_memory=device.type == "cuda")
-        """The mailbox, in pinned memory."""
+        self.box = torch.zeros(ASK.value + 2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        """The mailbox, in pinned memory, and behind it the last message that was served."""
         self.courier: Courier | None = None
-        self._stream: torch.cuda.Stream | None = None
-        """The courier's."""
 
     def start(self) -> None:
         """Start the courier.
@@ -93,10 +94,8 @@ class Foresight:
         Raises:
             CourierError: it cannot run here.
         """
-        device = self.lanes.device
-        self._stream = torch.cuda.Stream(device)
-        torch.cuda.synchronize(device)
-        self.courier = Courier(Functions.of_cuda(self._stream.cuda_stream), *self.route())
+        torch.cuda.synchronize(self.lanes.device)
+        self.courier = Courier(Functions.of_cuda(), *self.route())
 
     def route(self) -> tuple[Addresses, list[tuple[int, int, int]]]:
         """What the courier is given: its addresses, and each layer's records."""
@@ -166,7 +165,7 @@ class Foresight:
         return self._gates[layer + 1] if layer + 1 < len(self._gates) else None
 
     def _guesses(self, x: torch.Tensor) -> bool:
-        return len(x) <= MOST_TOKENS and x.is_contiguous()
+        return len(x) <= MOST_TOKENS and x.is_contiguous() and x.shape[1] == self._hidden
 
 
 def look_ahead(
@@ -177,6 +176,10 @@ def look_ahead(
     Args:
         gates: vLLM's gate module of each layer, None where the model keeps it elsewhere.
     """
+    largest = max(layer.layout.record_bytes for layer in layers)
+    if largest > _LARGEST:
+        log.info("Bundles are not brought ahead: one of %d MiB does not arrive in time", largest >> 20)
+        return None
     usable = [Gate.of(gate, layer) for gate, layer in zip(gates, layers, strict=True)]
     if not any(usable[1:]):
         log.info("Bundles are not brought ahead: no gate of this model is a plain matrix that vLLM shows")

@@ -16,8 +16,11 @@ ASK = tl.constexpr(2)
 OF, MESSAGE, COUNT, EXPERTS = map(tl.constexpr, range(4))
 ROW = tl.constexpr(3 + ASK.value)
 """int32 words of what is asked for a layer: the layer, the message's number, how many, and their experts."""
-NUMBER, USED, ENABLED = map(tl.constexpr, range(3))
-"""Of the counters, int32: messages so far, bundles that came from lanes, and whether anything is to be asked for."""
+NUMBER, USED, ENABLED, LATE = map(tl.constexpr, range(4))
+"""Of the counters, int32: messages so far, bundles that came from lanes, whether anything is to be asked for, and how
+often a program of *fill* lost its patience since the courier last allowed to ask."""
+_TOO_LATE = tl.constexpr(64)
+"""From so many on nothing is asked for: the courier gets no time to run."""
 _LAST = tl.constexpr(2**31 - 1)
 """A place behind all."""
 _RANKED = tl.constexpr(64)
@@ -66,15 +69,15 @@ def ask(
     row_p, scores_p, next_slot_of_p, counters_p, next_layer, live, top_k, E: tl.constexpr, EP: tl.constexpr
 ):
     """Write down the best ASK of those among the `top_k` best experts that have no slot; none where `live` or ENABLED
-    is 0.
+    is 0, or nobody brings them in time.
 
     Args:
-        row_p: int32 [ROW]. next_slot_of_p: int32 [E], the next layer's page table. counters_p: int32 [3].
+        row_p: int32 [ROW]. next_slot_of_p: int32 [E], the next layer's page table. counters_p: int32 [4].
     """
     e = tl.arange(0, EP)
     scores = tl.load(scores_p + e, mask=e < E, other=float("-inf"))
     slot = tl.load(next_slot_of_p + e, mask=e < E, other=0)
-    wanted = (live != 0) & (tl.load(counters_p + ENABLED) != 0)
+    wanted = (live != 0) & (tl.load(counters_p + ENABLED) != 0) & (tl.load(counters_p + LATE) < _TOO_LATE)
     number = tl.load(counters_p + NUMBER)
     rank = tl.zeros([EP], tl.int32)
     for at in tl.static_range(0, EP, _RANKED):
@@ -92,7 +95,9 @@ def ask(
         tl.store(row_p + EXPERTS + at, first % EP, mask=found)
         count += found.to(tl.int32)
         place = tl.where(place == first, _LAST, place)
-    number = tl.where(count > 0, number + 1, number)
+    # Not 0, which is what nobody's lane says.
+    following = tl.where(number == -1, 1, number + 1)
+    number = tl.where(count > 0, following, number)
     tl.store(counters_p + NUMBER, number)
     tl.store(row_p + OF, next_layer)
     tl.store(row_p + MESSAGE, number)

@@ -76,11 +76,18 @@ class HostResolver:
             # What prefill needs at most must be seen by vLLM's memory profile.
             forced = warm_up and len(ids) > above
             plan = plan_step(ids, table.host, table.weights, pair_waves_above=above, force_pairs=forced)
-        if self._sweep is not None:
-            out = self._sweep.run(plan, batch)
-        else:
-            assert ids is not None  # noqa: S101  # only a sweep goes without
-            out = CpuWaves(self._layer).run(plan, batch, ids)
+        try:
+            if self._sweep is not None:
+                out = self._sweep.run(plan, batch)
+            else:
+                assert ids is not None  # noqa: S101  # only a sweep goes without
+                out = CpuWaves(self._layer).run(plan, batch, ids)
+        except BaseException:
+            # Slots hold half of the plan: who goes on all the same must not take them for what the table says.
+            if self._paging.staging is not None:
+                self._paging.staging.settle()
+            table.forget_contents()
+            raise
         if warm_up:
             table.forget_statistics()
         else:

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import vllm
-from vllm import envs
 from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -19,9 +17,10 @@ from vvllm_pager.host_store import HostStore
 from vvllm_pager.ring import RingThread
 from vvllm_pager.settings import KEY, CacheSettings
 from vvllm_pager.trace import StepTrace, TraceSender
-from vvllm_shared import PINNED_VLLM, is_pinned, limits
+from vvllm_pager.unverified import refuse_engine, refuse_idle_options
+from vvllm_shared import limits
 from vvllm_shared.board import Board, Phase
-from vvllm_shared.errors import ConfigError, UnsupportedError, VvllmError
+from vvllm_shared.errors import ConfigError, VvllmError
 from vvllm_shared.residency import graph_sizes, most_tokens
 
 if TYPE_CHECKING:
@@ -46,8 +45,8 @@ class Paging:
         self.board = Board.from_env()
         try:
             self.settings = CacheSettings.parse(config.additional_config[KEY])
-            _refuse_engine(config)
-            _refuse_idle_options(config)
+            refuse_engine(config)
+            refuse_idle_options(config)
         except VvllmError as error:
             self.board.refuse(error)
             raise
@@ -188,10 +187,13 @@ class Paging:
             weakref.finalize(self, self._ring.stop)
             self._look_ahead(self.scratch)
         self.board.set("phase", Phase.WARMING)
-        # The first of a kind: behind the last may be none to guess for.
-        for layer in {
-            (layer.experts, layer.slots, layer.top_k): layer for layer in reversed(self.layers)
-        }.values():
+        # A guess is for the layer behind.
+        behind = [layer.experts for layer in self.layers[1:]] + [0]
+        kinds = {
+            (layer.experts, layer.slots, layer.top_k, following): layer
+            for layer, following in zip(self.layers, behind, strict=True)
+        }
+        for layer in kinds.values():
             layer.warm_up()
         slot_bytes = sum(layer.slots * layer.layout.bundle_bytes for layer in self.layers)
         log.info(
@@ -201,9 +203,16 @@ class Paging:
             "/".join(map(str, sorted({layer.slots for layer in self.layers}))),
             "/".join(map(str, sorted({layer.experts for layer in self.layers}))),
             slot_bytes / limits.GIB,
-            (self.staging.nbytes if self.staging else 0) / limits.GIB,
+            self._lane_bytes() / limits.GIB,
             self.store.nbytes / limits.GIB,
         )
+
+    def _lane_bytes(self) -> int:
+        """Of VRAM in which records arrive."""
+        nbytes = self.staging.nbytes if self.staging is not None else 0
+        if self.scratch is not None and self.scratch.foresight is not None:
+            nbytes += self.scratch.foresight.lanes.nbytes
+        return nbytes
 
     def _look_ahead(self, scratch: Scratch) -> None:
         from vvllm_pager.foresight import look_ahead
@@ -232,69 +241,6 @@ def _runners(config: VllmConfig) -> Iterator[MoERunner]:
     for module in config.compilation_config.static_forward_context.values():
         if isinstance(module, MoERunner):
             yield module
-
-
-def _refuse_engine(config: VllmConfig) -> None:
-    for reason, hint in _objections(config):
-        raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
-
-
-def _refuse_idle_options(config: VllmConfig) -> None:
-    if config.device_config.device_type == "cuda" and "pair_waves_above" in config.additional_config[KEY]:
-        raise ConfigError(
-            "expert_cache: pair_waves_above has no effect on a GPU, where large batches always run in exact rounds.",
-            "Remove pair_waves_above.",
-        )
-
-
-_MOVES = "and vLLM would move what the pager already holds"
-_SIZES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "prefill_context_parallel_size",
-)
-
-
-def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
-    """(what is set, what to do) of everything that the pager was not verified with."""
-    if not is_pinned(vllm.__version__):
-        yield (
-            f"vLLM {vllm.__version__} is installed",
-            f"Install vllm=={PINNED_VLLM}: paging rests on its internals and was verified with it alone.",
-        )
-    parallel, offload = config.parallel_config, config.offload_config
-    for size in _SIZES:
-        if getattr(parallel, size) > 1:
-            yield f"{size} is {getattr(parallel, size)}", f"Set --{size.replace('_', '-')} 1."
-    switches = [
-        (parallel.enable_expert_parallel, "expert parallelism is on", "--enable-expert-parallel"),
-        (parallel.enable_eplb, "expert load balancing is on", "--enable-eplb"),
-        (parallel.enable_dbo, "dual batch overlap is on", "--enable-dbo"),
-        (config.lora_config is not None, "LoRA is on", "--enable-lora"),
-        (offload.uva.cpu_offload_gb > 0, f"cpu_offload_gb is set, {_MOVES}", "--cpu-offload-gb"),
-        (
-            offload.offload_backend == "prefetch" or offload.prefetch.offload_group_size > 0,
-            f"prefetch offloading is on, {_MOVES}",
-            "--offload-backend and --offload-group-size",
-        ),
-    ]
-    for on, reason, flag in switches:
-        if on:
-            yield reason, f"Drop {flag}."
-    if config.model_config.enable_sleep_mode:
-        yield "sleep mode is on", "Drop --enable-sleep-mode."
-    drafts = config.speculative_config
-    if drafts is not None and drafts.method != "ngram":
-        yield (
-            f"speculative decoding by {drafts.method} is on, whose drafting model was not verified",
-            'Use {"method": "ngram"} in --speculative-config, or drop it.',
-        )
-    if not envs.VLLM_MOE_SKIP_PADDING:
-        yield (
-            "VLLM_MOE_SKIP_PADDING is 0, so that rows of padding are not told from tokens",
-            "Unset VLLM_MOE_SKIP_PADDING.",
-        )
 
 
 def describe(paging: Paging) -> list[dict[str, Any]]:

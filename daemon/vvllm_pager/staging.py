@@ -162,6 +162,10 @@ class Staging:
                 self._release(piece.lane)
         self._pump()
 
+    def settle(self) -> None:
+        """Let the current stream wait for all that was dealt out: a step failed, its slots are to be filled anew."""
+        torch.cuda.current_stream(self._memory.device).wait_event(self._deals.record_event())
+
     def _release(self, lane: _Lane) -> None:
         lane.released, lane.taken = self._deals.record_event(), False
 

@@ -97,7 +97,7 @@ class Sweep:
         pieces, places = self._staging.bring(layer.pool, loads)
         given = launches(plan.waves, places, batch, layer.experts, size, self._cuts(size))
         rounds = None
-        if plan.by_pairs:
+        if size or plan.by_pairs:
             # A kernel with blocks writes none but its round's rows; nobody's must not be garbage.
             rows = batch.x.new_zeros(ids.numel(), batch.x.shape[1]) if size else None
             rounds = Rounds(len(plan.waves), rows)

@@ -166,7 +166,7 @@ def test_what_a_batch_in_a_graph_is_known_by() -> None:
 
 
 def test_the_configuration_that_is_refused() -> None:
-    """Each option that `vvllm_pager.paging` looks at is one of vLLM's."""
+    """Each option that `vvllm_pager.unverified` looks at is one of vLLM's."""
     from vllm.config import ModelConfig, VllmConfig
 
     config = VllmConfig()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -25,8 +26,8 @@ class Served:
         ]
         self.lanes = np.zeros((2, PLACES, RECORD), np.uint8)
         self.arrived = np.zeros((2, PLACES), np.uint32)
-        self.enabled = np.ones(1, np.uint32)
-        self.box = np.zeros(PLACES + 1, np.uint64)
+        self.enabled = np.array([1, 0], np.uint32)
+        self.box = np.zeros(PLACES + 2, np.uint64)
         addresses = Addresses(
             self.box.ctypes.data,
             self.lanes.ctypes.data,
@@ -118,18 +119,50 @@ def test_guesses_that_are_not_used_are_switched_off_and_tried_again(served: Serv
         time.sleep(0.01)
 
 
-def test_it_ends_with_the_first_error_of_cuda(served: Served) -> None:
-    ctypes.c_int.in_dll(library(), "fails").value = 719
+@contextmanager
+def library_says(name: str, kind: type, value: int) -> Iterator[None]:
+    kind.in_dll(library(), name).value = value  # type: ignore[attr-defined]
     try:
+        yield
+    finally:
+        kind.in_dll(library(), name).value = 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("what", ["fails", "put_fails"])
+def test_it_ends_with_the_first_error_of_cuda_and_nobody_asks_any_more(served: Served, what: str) -> None:
+    with library_says(what, ctypes.c_int, 801):
         served.post(1, [(0, 1), (0, 2)])
         end = time.monotonic() + 10
         while not served.courier.error:
             assert time.monotonic() < end
             time.sleep(0.001)
-    finally:
-        ctypes.c_int.in_dll(library(), "fails").value = 0
-    assert (served.courier.error, served.courier.brought) == (719, 0)
-    assert served.arrived[0, 0] == 0
+        served.courier.stop()
+    assert (served.courier.error, served.courier.brought) == (801, 0)
+    assert not served.arrived.any()
+    # Where not even a copy goes through, nothing can be told to the device either.
+    assert served.enabled[0] == (1 if what == "fails" else 0)
+
+
+def test_what_would_only_be_late_is_not_brought(served: Served) -> None:
+    with library_says("held", ctypes.c_void_p, served.box[PLACES + 1 :].ctypes.data):
+        for number in (1, 2):
+            served.post(number, [(0, number), (0, -1)])
+            served.wait(0, 0, number)
+        served.post(3, [(0, 3), (0, -1)])
+        time.sleep(0.1)
+        assert (served.lanes[0, 0] == 2).all()
+        served.box[PLACES + 1] = 2  # the copies are done
+    served.post(4, [(0, 4), (0, -1)])
+    served.wait(0, 0, 4)
+    assert (served.lanes[0, 0] == 4).all()
+
+
+def test_who_waited_in_vain_may_ask_again_after_a_while(served: Served) -> None:
+    served.enabled[1] = 70
+    end = time.monotonic() + 10
+    while served.enabled[1]:
+        assert time.monotonic() < end, "never"
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/cc"])
