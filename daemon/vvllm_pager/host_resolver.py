@@ -62,20 +62,7 @@ class HostResolver:
         table = self._layer.pool.table
         warm_up = forward.is_warm_up(self._paging.graphs)
         batch = Batch(x, topk_weights, topk_ids, forward.padding_rows(len(topk_ids)), compute)
-        if self._sweep is not None and topk_ids.numel() >= _NEARLY_ALL * self._layer.experts:
-            self._read_tables()
-            ids = None
-            everyone = np.arange(self._layer.experts, dtype=np.int32)[None]
-            plan = plan_step(
-                everyone, table.host, table.weights, pair_waves_above=0, force_pairs=warm_up, overlap=True
-            )
-        else:
-            ids = self._read_ids(batch)
-            # On a GPU pair waves are exact, and load each expert once: nothing speaks for token waves.
-            above = 0 if self._sweep else self._paging.settings.pair_waves_above
-            # What prefill needs at most must be seen by vLLM's memory profile.
-            forced = warm_up and len(ids) > above
-            plan = plan_step(ids, table.host, table.weights, pair_waves_above=above, force_pairs=forced)
+        plan, ids = self._plan(batch, warm_up)
         try:
             if self._sweep is not None:
                 out = self._sweep.run(plan, batch)
@@ -95,6 +82,22 @@ class HostResolver:
             self._trace(batch, ids, table.host.step)
         table.write()
         return out
+
+    def _plan(self, batch: Batch, warm_up: bool) -> tuple[Plan, Ints | None]:
+        """The plan, and the ids [T, k] that it is for; None where it is for all experts."""
+        layer, table = self._layer, self._layer.pool.table
+        if self._sweep is not None and batch.ids.numel() >= _NEARLY_ALL * layer.experts:
+            self._read_tables()
+            everyone = np.arange(layer.experts, dtype=np.int32)[None]
+            return plan_step(
+                everyone, table.host, table.weights, pair_waves_above=0, force_pairs=warm_up, overlap=True
+            ), None
+        ids = self._read_ids(batch)
+        # On a GPU pair waves are exact, and load each expert once: nothing speaks for token waves.
+        above = 0 if self._sweep else self._paging.settings.pair_waves_above
+        # What prefill needs at most must be seen by vLLM's memory profile.
+        forced = warm_up and len(ids) > above
+        return plan_step(ids, table.host, table.weights, pair_waves_above=above, force_pairs=forced), ids
 
     def _read_tables(self) -> None:
         """Where a step begins, bring the tables of this layer and of those behind it to the host. Waits for the device.
@@ -138,6 +141,8 @@ class HostResolver:
         if ids is not None:
             paging.host_trace.observe(step, index, ids)
             return
+        if index == 0:
+            paging.untold.clear()  # of a step that failed
         chosen = batch.ids if batch.padding is None else batch.ids.masked_fill(batch.padding[:, None], -1)
         paging.untold.append((step, index, chosen.int().to("cpu", non_blocking=True)))
         if index + 1 == len(paging.layers):
