@@ -57,7 +57,8 @@ struct courier {
     _Atomic uint32_t used;
     uint32_t window_brought, window_used;
     uint32_t queued; /* the number of the last message that was served */
-    time_t pardoned; /* when asking was last allowed */
+    int judged; /* whether it was this thread that switched asking off */
+    time_t pardoned; /* when asking was last allowed, or switched off */
 };
 
 static time_t now(void) {
@@ -120,6 +121,7 @@ static void judge(struct courier *courier, uint32_t used) {
     if (courier->window_brought < WINDOW) return;
     if ((used - courier->window_used) * LEAST_USED < courier->window_brought) {
         check(courier, courier->route.write(courier->route.stream, courier->route.enabled, 0, 0));
+        courier->judged = 1;
         courier->pardoned = now();
     }
     courier->window_brought = 0;
@@ -131,8 +133,9 @@ static void pardon(struct courier *courier) {
     const struct route *route = &courier->route;
     if (now() < courier->pardoned + PAUSE_S) return;
     courier->pardoned = now();
-    if (!check(courier, route->write(route->stream, route->enabled + 4, 0, 0)))
-        check(courier, route->write(route->stream, route->enabled, 1, 0));
+    if (check(courier, route->write(route->stream, route->enabled + 4, 0, 0)) || !courier->judged) return;
+    courier->judged = 0;
+    check(courier, route->write(route->stream, route->enabled, 1, 0));
 }
 
 static void *run(void *argument) {

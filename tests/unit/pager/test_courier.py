@@ -157,6 +157,17 @@ def test_what_would_only_be_late_is_not_brought(served: Served) -> None:
     assert (served.lanes[0, 0] == 4).all()
 
 
+def test_what_somebody_else_switched_off_stays_off(served: Served) -> None:
+    """A benchmark's run without guesses lasts longer than the pause between two tries."""
+    served.enabled[:] = 0, 70
+    end = time.monotonic() + 10
+    while served.enabled[1]:  # it has looked
+        assert time.monotonic() < end, "never"
+        time.sleep(0.01)
+    served.courier.stop()
+    assert served.enabled[0] == 0
+
+
 def test_who_waited_in_vain_may_ask_again_after_a_while(served: Served) -> None:
     served.enabled[1] = 70
     end = time.monotonic() + 10
