@@ -70,6 +70,10 @@ def test_marlin_between_its_alignment_and_its_sum() -> None:
         *("w1_zeros", "w2_zeros", "workspace", "intermediate_cache13", "intermediate_cache2", "output"),
         *("input_dtype", "activation_config"),
     ]
+    # Into it all rounds of a batch write, beside the memory that the first GEMM overwrites.
+    between = " ".join(inspect.getsource(marlin_moe._fused_marlin_moe).split())
+    assert "if output is None: output = intermediate_cache3" in between
+    assert "output = ops.moe_wna16_marlin_gemm( intermediate_cache2, output," in between
     assert isinstance(marlin_moe.MarlinExpertsBase.quant_type_id, property)
     source = inspect.getsource(marlin_moe.MarlinExperts.apply)
     assert "intermediate_cache13=workspace2" in source

@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity import engine_args
 
 pytestmark = pytest.mark.engine
 
@@ -259,3 +262,40 @@ def test_a_process_of_vllm_may_use_amx_before_its_first_prompt() -> None:
         pytest.skip("this CPU has no AMX")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split()[-1] == "1"
+
+
+def test_a_runner_holds_the_gate_that_a_guess_asks() -> None:
+    """`vvllm_pager.foresight`: a plain matrix [E, H], and what is added to its scores beside it."""
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.linear import ReplicatedLinear
+    from vllm.model_executor.models import deepseek_v2, glm4_moe
+
+    assert "self.gate = gate" in inspect.getsource(MoERunner.__init__)
+    assert issubclass(GateLinear, ReplicatedLinear)
+    for model in (deepseek_v2, glm4_moe):
+        assert "self.gate.e_score_correction_bias = nn.Parameter(" in inspect.getsource(model)
+
+
+def test_the_gate_of_a_paged_layer_is_found_by_its_runner(zoo_model: Callable[[str], Path]) -> None:
+    """In a real engine; on the CPU its weight is packed for oneDNN, so that only its size can be seen here."""
+    from vvllm_msd.verify_engine import set_environment
+
+    set_environment()  # before vLLM is imported: an engine in this process
+    from vllm import LLM
+    from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
+
+    from vvllm_pager.paging import _runners
+
+    llm = LLM(
+        model=str(zoo_model("qwen3_moe")),
+        **engine_args(additional_config={"expert_cache": {"slots": 8}}),
+    )
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    found = list(_runners(runner.vllm_config))
+    assert len(found) == 2
+    for one in found:
+        assert isinstance(one.gate, GateLinear)
+        layer = one.routed_experts
+        assert (one.gate.output_size, one.gate.input_size) == (layer.experts, layer.hidden_size)
+        assert getattr(one.gate, "e_score_correction_bias", None) is None
