@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine_run import Decode, Measured, Played, Prefill
+from jobs import Decode, Measured, Played, Prefill
 
 MIB = 2**20
 

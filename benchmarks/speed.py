@@ -20,7 +20,7 @@ from typing import Any
 import engine_process
 import numpy as np
 import traces
-from engine_run import GIB, Decode, Job, Measured, Played, Prefill
+from jobs import GIB, Decode, Job, Measured, Played, Prefill
 from rows import MIB, Engines, decode_rows, decode_table, prefill_rows, prefill_table
 from shapes import FORMATS, SHAPES, Shape
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import plots
 import pytest
-from engine_run import Decode, Measured, Played, Prefill
+from jobs import Decode, Measured, Played, Prefill
 from rows import Engines, decode_rows, decode_table, prefill_rows, prefill_table
 
 MIB = 2**20
