@@ -23,6 +23,7 @@ from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.device_resolver import DeviceResolver, Scratch
 from vvllm_pager.host_resolver import HostResolver
 from vvllm_pager.kernel import SlotKernel
+from vvllm_pager.rounds import Launch
 from vvllm_pager.slot_pool import SlotPool
 from vvllm_pager.staging import Staging
 from vvllm_shared.board import Board
@@ -43,36 +44,40 @@ class Toy(SlotKernel):
         return self.block
 
     def compute(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        pairs = self.pairs = ids.numel()
+        out = torch.empty_like(x)
+        for launch in self.rounds:
+            self.moe_sum(self.launch(launch, x, weights), out)
+        return out
+
+    def launch(self, launch: Launch, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """The rows [T, k, H] of one launch."""
+        pairs = weights.numel()
         factors = torch.full((pairs + 1,), float("nan"), device=x.device)
-        if self.block:
-            filled = int(self.blocks.filled)
-            for at in range(0, filled, self.block):
-                owner = int(self.blocks.owners[at // self.block])
-                mine = self.blocks.pairs[at : at + self.block].long()
+        if launch.blocks is not None:
+            for at in range(0, int(launch.blocks.filled), self.block):
+                owner = int(launch.blocks.owners[at // self.block])
+                mine = launch.blocks.pairs[at : at + self.block].long()
                 factors[mine] = self.values[owner]
-                if self.streams and self._used(mine):
+                if self.streams and self._used(mine, launch, pairs):
                     self.streams.access("read", self.values[owner].data_ptr())
         else:
-            found = ids.flatten().long()
+            assert launch.slots is not None
+            found = launch.slots.flatten().long()
             for slot in set(found[found >= 0].tolist()) if self.streams else ():
                 self.streams.access("read", self.values[slot].data_ptr())
             factors[:-1] = torch.where(found >= 0, self.values[found.clamp(min=0)].flatten(), factors[:-1])
         rows = x[:, None, :] * (weights * factors[:-1].view(weights.shape))[:, :, None]
-        shared = None if self.rounds is None else self.rounds.rows
-        if shared is not None:
-            computed = factors[:-1].isfinite()
-            shared[computed] = rows.view(pairs, -1)[computed]
-            rows = shared.view_as(rows)
-        out = torch.empty_like(x)
-        self.moe_sum(rows, out)
-        return out
+        if self.rounds.rows is None:
+            return rows
+        computed = factors[:-1].isfinite()
+        self.rounds.rows[computed] = rows.view(pairs, -1)[computed]
+        return self.rounds.rows.view_as(rows)
 
-    def _used(self, pairs: torch.Tensor) -> bool:
-        """Whether the running call takes any of these pairs."""
-        if self.rounds is None or self.rounds.rows is not None:
-            return bool((pairs < self.pairs).any())
-        return bool(torch.isin(pairs, self.rounds.mine.flatten().nonzero()).any())
+    def _used(self, mine: torch.Tensor, launch: Launch, pairs: int) -> bool:
+        """Whether a launch takes any of these pairs."""
+        if launch.slots is None:
+            return bool((mine < pairs).any())
+        return bool(torch.isin(mine, (launch.slots >= 0).flatten().nonzero()).any())
 
 
 def _paging(layers: list[Any], record_bytes: int, device: torch.device) -> Any:
@@ -86,7 +91,7 @@ def _paging(layers: list[Any], record_bytes: int, device: torch.device) -> Any:
         settings=SimpleNamespace(pair_waves_above=0),
         layers=layers,
         device=device,
-        staging=Staging(record_bytes, device),
+        staging=Staging(record_bytes, 40, device),
     )
 
 
@@ -212,18 +217,18 @@ def test_a_step_that_fails_in_its_middle_leaves_nothing_resident(
     step = Step(0, streams, [])
     tokens, driver = (5, "device") if by == "device" else (20, "host")
     _check(step, rng, tokens, driver, alike=False)
-    compute, calls = step.toy.compute, []
+    launch, launched = step.toy.launch, []
 
-    def fail_in_the_second_round(*args: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) == 2:
+    def fail_in_the_second_round(*args: Any) -> torch.Tensor:
+        launched.append(1)
+        if len(launched) == 2:
             raise MemoryError
-        return compute(*args)
+        return launch(*args)
 
-    step.toy.compute = fail_in_the_second_round  # type: ignore[method-assign]
+    step.toy.launch = fail_in_the_second_round  # type: ignore[method-assign]
     with pytest.raises(MemoryError):
         _check(step, rng, tokens, driver, alike=False)
-    step.toy.compute = compute  # type: ignore[method-assign]
+    step.toy.launch = launch  # type: ignore[method-assign]
     table = step.layer.pool.table.device
     assert (table["slot_of"] == -1).all()
     assert (table["expert_in"] == -1).all()

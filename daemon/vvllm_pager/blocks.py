@@ -49,28 +49,6 @@ def aligned_by_chance(pairs: int, experts: int) -> bool:
     return pairs >= 1024 or experts > 64
 
 
-def aligned_in_order(size: int, ids: torch.Tensor, experts: int) -> Blocks:
-    """As `aligned`, and the rows of an expert are in the order of the batch: the same blocks in every run."""
-    pairs = ids.numel()
-    flat = ids.flatten().long()
-    flat = torch.where((flat >= 0) & (flat < experts), flat, experts)
-    order = flat.argsort(stable=True)
-    of_row = flat[order]
-    counts = flat.new_zeros(experts + 1)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    blocks = (counts[:experts] + size - 1) // size
-    ends = blocks.cumsum(0)
-    empty = Blocks.empty(size, pairs, experts, ids.device)
-    # What is nobody's goes behind the end.
-    first = torch.cat([(ends - blocks) * size, ends.new_full((1,), len(empty.pairs))])
-    place = torch.arange(pairs, device=ids.device) - (counts.cumsum(0) - counts)[of_row] + first[of_row]
-    laid = torch.full((len(empty.pairs) + pairs,), pairs, dtype=torch.int32, device=ids.device)
-    laid[place] = order.int()
-    numbers = torch.arange(len(empty.owners), device=ids.device)
-    owners = torch.searchsorted(ends, numbers, right=True).clamp(max=experts - 1)
-    return Blocks(size, laid[: len(empty.pairs)], owners.int(), (ends[-1:] * size).int())
-
-
 def on_slots(blocks: Blocks, ids: torch.Tensor, slots: torch.Tensor, experts: int) -> Blocks:
     """Blocks by expert as blocks by slot; those of other rounds compute on any slot that holds something.
 

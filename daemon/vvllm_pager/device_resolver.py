@@ -6,6 +6,7 @@ in its decode graphs as it stands.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +15,10 @@ import triton
 from vvllm_pager import forward
 from vvllm_pager.blocks import Blocks, aligned, on_slots
 from vvllm_pager.fill_kernel import fill
-from vvllm_pager.kernel import Compute, SlotKernel, one_call, stock_launch
+from vvllm_pager.kernel import Compute, SlotKernel, launching, stock_launch
 from vvllm_pager.resolve_kernel import resolve
 from vvllm_pager.ring import Ring
-from vvllm_pager.rounds import Rounds
+from vvllm_pager.rounds import Launch, Rounds
 from vvllm_pager.slot_pool import TILE_BYTES
 
 if TYPE_CHECKING:
@@ -81,32 +82,31 @@ class DeviceResolver:
     ) -> torch.Tensor:
         """As `HostResolver.run`."""
         layer, kernel = self._layer, self._kernel
-        tokens, top_k = topk_ids.shape
         count = self._count(topk_ids.numel())
-        rounds = Rounds(count) if count > 1 else None
-        size = kernel.block_size(tokens, top_k, layer.experts)
-        # Experts with more rows than a block: which row is in which block shows, and is stock's to say.
-        by_expert = aligned(size, topk_ids, layer.experts) if 0 < size < tokens else None
-        # Warm-up runs leave no statistics; what a graph captures is replayed for requests.
-        live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up(self._paging.graphs)
-        padding, phase = forward.padding_rows(tokens), forward.phase(self._paging.tokens_each)
-        out = x
+        rounds = Rounds(self._launches(x, topk_ids, count), count)
         try:
-            with stock_launch(layer, x, top_k):
-                for number in range(count):
-                    own = 0 if by_expert else size
-                    slots, blocks = self._resolve(topk_ids, padding, number, count, own, live, phase, x)
-                    if by_expert is not None:
-                        blocks = on_slots(by_expert, topk_ids, slots, layer.experts)
-                    self._fill(self._ahead(x, top_k, live) if number == count - 1 else self._ahead())
-                    if rounds:
-                        rounds.mine = slots >= 0
-                    with one_call(kernel, blocks, rounds):
-                        out = compute(x, topk_weights, topk_ids if blocks else slots)
+            with stock_launch(layer, x, topk_ids.shape[1]), launching(kernel, rounds):
+                return compute(x, topk_weights, topk_ids)
         except BaseException:
             layer.pool.table.forget_contents()  # as in the host's steps
             raise
-        return out
+
+    def _launches(self, x: torch.Tensor, ids: torch.Tensor, count: int) -> Iterator[Launch]:
+        """Each round's launch, once its *resolve* and *fill* are queued."""
+        layer, (tokens, top_k) = self._layer, ids.shape
+        size = self._kernel.block_size(tokens, top_k, layer.experts)
+        # Experts with more rows than a block: which row is in which block shows, and is stock's to say.
+        by_expert = aligned(size, ids, layer.experts) if 0 < size < tokens else None
+        # Warm-up runs leave no statistics; what a graph captures is replayed for requests.
+        live = torch.cuda.is_current_stream_capturing() or not forward.is_warm_up(self._paging.graphs)
+        padding, phase = forward.padding_rows(tokens), forward.phase(self._paging.tokens_each)
+        for number in range(count):
+            own = 0 if by_expert else size
+            slots, blocks = self._resolve(ids, padding, number, count, own, live, phase, x)
+            if by_expert is not None:
+                blocks = on_slots(by_expert, ids, slots, layer.experts)
+            self._fill(self._ahead(x, top_k, live) if number == count - 1 else self._ahead())
+            yield Launch(slots, blocks)
 
     def warm_up(self, top_k: int, most: int) -> None:
         """Compile the kernels for every size of batch up to `most` tokens, on rows that are nobody's.

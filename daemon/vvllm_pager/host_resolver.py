@@ -63,6 +63,8 @@ class HostResolver:
         warm_up = forward.is_warm_up(self._paging.graphs)
         batch = Batch(x, topk_weights, topk_ids, forward.padding_rows(len(topk_ids)), compute)
         plan, ids = self._plan(batch, warm_up)
+        if warm_up:
+            table.forget_statistics()
         try:
             if self._sweep is not None:
                 out = self._sweep.run(plan, batch)
@@ -75,12 +77,9 @@ class HostResolver:
                 self._paging.staging.settle()
             table.forget_contents()
             raise
-        if warm_up:
-            table.forget_statistics()
-        else:
+        if not warm_up:
             self._count(plan)
             self._trace(batch, ids, table.host.step)
-        table.write()
         return out
 
     def _plan(self, batch: Batch, warm_up: bool) -> tuple[Plan, Ints | None]:

@@ -16,7 +16,6 @@ from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExpert
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.scalar_type import ScalarType
 
-from vvllm_pager.blocks import Blocks
 from vvllm_pager.rounds import Rounds
 from vvllm_shared.errors import UnsupportedError
 
@@ -28,11 +27,10 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class SlotKernel:
-    """Mixed into a kernel's class: what a call on slots needs beyond vLLM's arguments."""
+    """Mixed into a kernel's class: vLLM calls it once a step, and it launches round after round."""
 
-    rounds: Rounds | None = None
-    blocks: Blocks
-    """Of the running call, where `block_size` is not 0."""
+    rounds: Rounds
+    """Of the running step."""
 
     def block_size(self, tokens: int, top_k: int, experts: int) -> int:
         """Rows of a block, for a kernel that takes `Blocks`; 0 for one that takes slots for experts."""
@@ -50,10 +48,7 @@ class SlotKernel:
         expert_map: torch.Tensor | None = None,
     ) -> None:
         """The sum over a token's experts, in vLLM's own operator, once all rounds are there."""
-        rows: torch.Tensor | None = input
-        if self.rounds is not None:
-            rows = self.rounds.merge(input)
-        if rows is not None:
+        if (rows := self.rounds.merge(input)) is not None:
             ops.moe_sum(rows, output)
 
 
@@ -63,10 +58,11 @@ class SlotTriton(SlotKernel, TritonExperts):
     experts: int
     """E of the layer."""
 
-    def apply(self, *args: Any, **named: Any) -> None:
+    def apply(self, *, topk_ids: torch.Tensor, **named: Any) -> None:
         """vLLM's, which aligns small batches as it would for all E experts: not at all."""
-        with _aligned_for(self.experts):
-            super().apply(*args, **named)
+        for launch in self.rounds:
+            with _aligned_for(self.experts):
+                super().apply(topk_ids=launch.slots, **named)
 
 
 class SlotMarlin(SlotKernel, MarlinExperts):
@@ -109,40 +105,42 @@ class SlotMarlin(SlotKernel, MarlinExperts):
     ) -> None:
         """`fused_marlin_moe` (marlin_moe.py:224) between the alignment and the sum."""
         top_k = topk_ids.shape[1]
-        rows = _fused_marlin_moe(
-            hidden_states=hidden_states,
-            w1=w1,
-            w2=w2,
-            bias1=self.w1_bias,
-            bias2=self.w2_bias,
-            w1_scale=self.w1_scale,
-            w2_scale=self.w2_scale,
-            topk_weights=topk_weights,
-            topk_ids=topk_ids,
-            num_topk=top_k,
-            quant_type=ScalarType.from_id(self.quant_type_id),
-            apply_router_weight_on_input=apply_router_weight_on_input,
-            expert_map=None,
-            block_size_m=self.blocks.size,
-            sorted_token_ids=self.blocks.pairs,
-            expert_ids=self.blocks.owners,
-            num_tokens_post_padded=self.blocks.filled,
-            activation=activation,
-            activation_func=self.activation,
-            activation_config=self.activation_config,
-            input_global_scale1=self.a1_gscale,
-            input_global_scale2=self.a2_gscale,
-            global_scale1=self.g1_alphas,
-            global_scale2=self.g2_alphas,
-            w1_zeros=self.w1_zp,
-            w2_zeros=self.w2_zp,
-            # Swapped, see MarlinExperts.workspace_shapes.
-            intermediate_cache13=workspace2,
-            intermediate_cache2=workspace13,
-            output=None if self.rounds is None else self.rounds.rows,
-            input_dtype=self.input_dtype,
-        )
-        self.moe_sum(rows.view(-1, top_k, rows.shape[-1]), output)
+        for launch in self.rounds:
+            assert launch.blocks is not None  # noqa: S101  # `block_size` is not 0
+            rows = _fused_marlin_moe(
+                hidden_states=hidden_states,
+                w1=w1,
+                w2=w2,
+                bias1=self.w1_bias,
+                bias2=self.w2_bias,
+                w1_scale=self.w1_scale,
+                w2_scale=self.w2_scale,
+                topk_weights=topk_weights,
+                topk_ids=topk_ids,
+                num_topk=top_k,
+                quant_type=ScalarType.from_id(self.quant_type_id),
+                apply_router_weight_on_input=apply_router_weight_on_input,
+                expert_map=None,
+                block_size_m=launch.blocks.size,
+                sorted_token_ids=launch.blocks.pairs,
+                expert_ids=launch.blocks.owners,
+                num_tokens_post_padded=launch.blocks.filled,
+                activation=activation,
+                activation_func=self.activation,
+                activation_config=self.activation_config,
+                input_global_scale1=self.a1_gscale,
+                input_global_scale2=self.a2_gscale,
+                global_scale1=self.g1_alphas,
+                global_scale2=self.g2_alphas,
+                w1_zeros=self.w1_zp,
+                w2_zeros=self.w2_zp,
+                # Swapped, see MarlinExperts.workspace_shapes.
+                intermediate_cache13=workspace2,
+                intermediate_cache2=workspace13,
+                output=self.rounds.rows,
+                input_dtype=self.input_dtype,
+            )
+            self.moe_sum(rows.view(-1, top_k, rows.shape[-1]), output)
 
 
 @contextmanager
@@ -216,17 +214,14 @@ def scales_by_chunk(layer: PagedExperts) -> bool:
 
 
 @contextmanager
-def one_call(kernel: SlotKernel, blocks: Blocks | None, rounds: Rounds | None) -> Iterator[None]:
-    """What the next call of the kernel is about."""
+def launching(kernel: SlotKernel, rounds: Rounds) -> Iterator[None]:
+    """Let the next call of the kernel be these rounds."""
     kernel.rounds = rounds
-    if blocks is not None:
-        kernel.blocks = blocks
     try:
         yield
     finally:
-        kernel.rounds = None
         # What a large batch needed must not stay in VRAM with every layer.
-        vars(kernel).pop("blocks", None)
+        del kernel.rounds
 
 
 def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractContextManager[Any]:

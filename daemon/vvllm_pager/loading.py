@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Raw = dict[str, torch.Tensor]
 
 _IDLE_BYTES = 512 << 20
-"""Of VRAM that may lie idle while loading: giving it back costs some milliseconds, and a chunk's tensors use it again."""
+"""Of VRAM that may lie idle while loading: a chunk's tensors may use it again, and giving it back costs time."""
 
 
 class LayerLoader:

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import gcd, lcm
 
-import torch
-
 _TILE_COLUMNS = (64, 128, 256)
 """Columns of a tile (ops.cu, `small_batch_thread_configs` and `large_batch_thread_configs`)."""
 
@@ -45,23 +43,6 @@ class Cuts:
     def all(cls, blocks: int) -> Cuts:
         """Of at most so many blocks none is left out."""
         return cls(1, blocks)
-
-    def keep(self, mine: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
-        """The blocks of launches that shall compute `mine`: these, the tail, and as many others as the stride wants.
-
-        Args:
-            mine: bool [R, B], for each launch and block of the batch whether that launch is to compute it.
-            used: int64 [1], how many of the B blocks there are; those behind are nobody's.
-
-        Returns:
-            bool [R, B].
-        """
-        number = torch.arange(mine.shape[1], device=mine.device)
-        there, front = number < used, number < used - self.tail
-        tail = there & ~front
-        others = ~mine & front
-        wanted = (others.sum(1, keepdim=True) % self.stride) * (mine & tail).any(1, keepdim=True)
-        return (mine & there) | tail | (others & (others.cumsum(1) <= wanted))
 
 
 def _choices(multiprocessors: int, block: int, widths: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -160,7 +160,8 @@ class Paging:
                 most_tokens(min(slots, layer.experts), layer.top_k) for layer in self.layers
             )
             self.scratch = Scratch(experts, slots, self.device)
-            self.staging = Staging(max(layout.record_bytes for layout in layouts), self.device)
+            most = self._config.scheduler_config.max_num_batched_tokens
+            self.staging = Staging(max(layout.record_bytes for layout in layouts), most, self.device)
         return slots
 
     def _check_graphs(self, slots: int, top_k: int) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from vvllm_pager.device_table import DeviceTable
 from vvllm_pager.driver import copy_to_device
 from vvllm_pager.fill_kernel import fill
 from vvllm_pager.slot_pool import TILE_BYTES, SlotPool
@@ -21,9 +22,10 @@ from vvllm_shared.residency.page_table import Ints
 
 _LANE_BYTES = 16 << 20
 """From here on the copy engine is at its full speed (54 GB/s on PCIe 5.0 x16; 1 MiB: 47)."""
-_MOST_BYTES = 96 << 20
-"""A wave of a 30B model's bundles in four bits with 32 slots, and what the link moves while attention runs and a batch
-is planned; less than a slot of all its layers. Two lanes there are in any case."""
+_LEAST_BYTES, _MOST_BYTES, _TOKEN_BYTES = 96 << 20, 192 << 20, 24 << 10
+"""Of all lanes: a wave of a 30B model's bundles in four bits with 32 slots, or what the link moves while the rest of a
+layer runs, which takes its time with the tokens of a step. On an H200 that is 3 ms for 8,192 of them: 192 MiB, as much
+as two slots of all layers, where the activations of such a step take fifteen. Two lanes there are in any case."""
 _DEALERS, _DEALER_WARPS = 64, 8
 _UNIT = 256
 """Bytes in which a record's place is counted; records are whole multiples (`bundle.py`)."""
@@ -60,12 +62,13 @@ class Staging:
 
     Args:
         record_bytes: of the largest record.
+        tokens: of a step, at most.
         device: the GPU.
     """
 
-    def __init__(self, record_bytes: int, device: torch.device) -> None:
+    def __init__(self, record_bytes: int, tokens: int, device: torch.device) -> None:
         size = max(_LANE_BYTES, record_bytes)
-        count = max(2, _MOST_BYTES // size)
+        count = max(2, min(max(tokens * _TOKEN_BYTES, _LEAST_BYTES), _MOST_BYTES) // size)
         self.nbytes = count * size
         """In VRAM."""
         self._memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -81,7 +84,7 @@ class Staging:
         self._counts = torch.arange(self.nbytes // _UNIT + 1, dtype=torch.int32, device=device)
 
     def bring(self, pool: SlotPool, experts: Ints) -> tuple[list[Piece], Ints]:
-        """Bring records of a layer here, as lanes get free.
+        """Promise records of a layer, which come with the next `upload` and as lanes get free.
 
         Args:
             pool: the layer's.
@@ -103,10 +106,35 @@ class Staging:
             self._turn = (self._turn + 1) % len(self._lanes)
             self._waiting.append(piece)
             pieces += [piece] * len(mine)
-        self._pump()
         numbers = np.arange(len(experts), dtype=np.int32) % each
         begins = np.array([piece.lane.at for piece in pieces], np.int64)
         return pieces, ((begins + numbers * np.int64(nbytes)) // _UNIT).astype(np.int32)
+
+    def upload(self, arrays: Sequence[Ints], table: DeviceTable) -> list[torch.Tensor]:
+        """Bring a few numbers to the device, a layer's table with them, and start what `bring` has promised.
+
+        They travel before those records on the same stream: the copy engine takes what is queued in turn, and on
+        another stream they would wait for all bundles that are under way.
+
+        Args:
+            arrays: int32. table: nothing on the device uses it at the time.
+
+        Returns:
+            Of each array its copy, for the current stream, which waits for it.
+        """
+        device, stream = self._memory.device, torch.cuda.current_stream(self._memory.device)
+        lengths = [len(array) for array in arrays]
+        pinned = torch.empty(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        np.concatenate(arrays, out=pinned.numpy())
+        with torch.cuda.stream(self._copies):
+            words = pinned.to(device, non_blocking=True)
+            table.write()
+            arrived = self._copies.record_event()
+        stream.wait_event(arrived)
+        if words.is_cuda:
+            words.record_stream(stream)
+        self._pump()
+        return list(words.split(lengths))
 
     def deal(
         self,

@@ -7,16 +7,18 @@ events keep them from slots that are still read.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from vvllm_pager.batch import Batch
-from vvllm_pager.kernel import SlotKernel, one_call, stock_launch
-from vvllm_pager.launches import Launch, launches
+from vvllm_pager.kernel import SlotKernel, launching, stock_launch
+from vvllm_pager.launches import Round, launches
 from vvllm_pager.marlin_blocks import Cuts
-from vvllm_pager.rounds import Rounds
+from vvllm_pager.rounds import Launch, Rounds
 from vvllm_pager.staging import Piece, Staging
 from vvllm_shared.residency import Plan
 
@@ -38,7 +40,7 @@ class _Loading:
         staging: Staging,
         plan: Plan,
         pieces: list[Piece],
-        rounds: list[Launch],
+        rounds: list[Round],
         stream: torch.cuda.Stream,
     ) -> None:
         self._staging = staging
@@ -51,17 +53,19 @@ class _Loading:
         self._ready: list[torch.cuda.Event | None] = []
         """Of each round that has been dealt out; None without bundles."""
 
-    def wait_for(self, number: int) -> None:
-        """Let the stream wait for a round's bundles, before that round is queued."""
+    def launches(self) -> Iterator[Launch]:
+        """Each round's launch; the stream waits for its bundles before what is queued next."""
+        for number, given in enumerate(self._rounds):
+            self._wait_for(number)
+            yield given.launch
+            self._read.append(self._stream.record_event())
+
+    def _wait_for(self, number: int) -> None:
         ready, waves = self._ready, self._waves
         while len(ready) < len(waves) and waves[len(ready)].after < number:
             ready.append(self._deal(len(ready)))
         if (event := ready[number]) is not None:
             self._stream.wait_event(event)
-
-    def computed(self) -> None:
-        """The next round has been queued."""
-        self._read.append(self._stream.record_event())
 
     def _deal(self, number: int) -> torch.cuda.Event | None:
         wave, given = self._waves[number], self._rounds[number]
@@ -89,30 +93,23 @@ class Sweep:
         self._staging = staging
 
     def run(self, plan: Plan, batch: Batch) -> torch.Tensor:
-        """The experts' output [T, H]."""
+        """The experts' output [T, H]. The layer's table goes to the device as the plan leaves it."""
         layer, kernel, ids = self._layer, self._kernel, batch.ids
         tokens, top_k = ids.shape
+        count = len(plan.waves)
         size = kernel.block_size(tokens, top_k, layer.experts)
         loads = np.concatenate([wave.load_experts for wave in plan.waves])
         pieces, places = self._staging.bring(layer.pool, loads)
-        given = launches(plan.waves, places, batch, layer.experts, size, self._cuts(size))
-        rounds = None
-        if size or plan.by_pairs:
-            # A kernel with blocks writes none but its round's rows; nobody's must not be garbage.
-            rows = batch.x.new_zeros(ids.numel(), batch.x.shape[1]) if size else None
-            rounds = Rounds(len(plan.waves), rows)
-        stream = torch.cuda.current_stream(ids.device)
-        loading = _Loading(self._staging, plan, pieces, given, stream)
-        out = batch.x
-        with stock_launch(layer, batch.x, top_k):
-            for number, launch in enumerate(given):
-                loading.wait_for(number)
-                if rounds and launch.slots is not None:
-                    rounds.mine = launch.slots >= 0
-                with one_call(kernel, launch.blocks, rounds):
-                    out = batch.compute(batch.x, batch.weights, ids if launch.slots is None else launch.slots)
-                loading.computed()
-        return out
+        upload = partial(self._staging.upload, table=layer.pool.table)
+        given = launches(plan.waves, places, batch, layer.experts, size, self._cuts(size), upload)
+        # A kernel with blocks writes none but its round's rows; nobody's must not be garbage.
+        rows = batch.x.new_zeros(ids.numel(), batch.x.shape[1]) if size and count > 1 else None
+        loading = _Loading(self._staging, plan, pieces, given, torch.cuda.current_stream(ids.device))
+        with (
+            stock_launch(layer, batch.x, top_k),
+            launching(kernel, Rounds(loading.launches(), count, rows)),
+        ):
+            return batch.compute(batch.x, batch.weights, ids)
 
     def _cuts(self, size: int) -> Cuts:
         if not size:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from vllm.model_executor.layers.fused_moe import fused_moe
 
 from vvllm_pager import kernel
-from vvllm_pager.blocks import Blocks, aligned_in_order, on_slots
+from vvllm_pager.blocks import Blocks, on_slots
 from vvllm_pager.kernel import put_on_slots
-from vvllm_pager.rounds import Rounds
+from vvllm_pager.rounds import Launch, Rounds
 from vvllm_shared.errors import UnsupportedError
 
 EXPERTS = 6
@@ -41,39 +41,15 @@ def test_blocks_of_this_round_are_on_their_slots_and_the_others_on_one_that_is_l
         assert slot in (mine or used or {0})
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 8, 16]))
-def test_blocks_in_order_are_a_layout_that_stock_may_give(seed: int, size: int) -> None:
-    """Each expert's pairs, in the batch's order, in as few blocks as they need; nobody's in none."""
-    rng = np.random.default_rng(seed)
-    ids = rng.integers(-1, EXPERTS + 1, (int(rng.integers(1, 40)), 3)).astype(np.int32)
-    blocks = aligned_in_order(size, torch.from_numpy(ids), EXPERTS)
-    empty = Blocks.empty(size, ids.size, EXPERTS, torch.device("cpu"))
-    assert (len(blocks.pairs), len(blocks.owners)) == (len(empty.pairs), len(empty.owners))
-    at = 0
-    for expert in range(EXPERTS):
-        mine = np.flatnonzero(ids.reshape(-1) == expert).tolist()
-        for start in range(0, len(mine), size):
-            rows = mine[start : start + size]
-            assert blocks.owners[at] == expert
-            assert blocks.pairs[at * size : (at + 1) * size].tolist() == rows + [ids.size] * (
-                size - len(rows)
-            )
-            at += 1
-    assert blocks.filled.tolist() == [at * size]
-    assert all(tensor.dtype == torch.int32 for tensor in (blocks.pairs, blocks.owners, blocks.filled))
-
-
 def test_rounds_keep_each_pair_from_the_round_that_has_its_expert() -> None:
-    rounds = Rounds(2)
     nan = float("nan")
     first = torch.tensor([[[1.0], [nan]], [[nan], [nan]]])
     second = torch.tensor([[[nan], [2.0]], [[3.0], [nan]]])
-    masks = torch.tensor([[[0, -1], [-1, -1]], [[-1, 4], [2, -1]]]) >= 0
+    slots = torch.tensor([[[0, -1], [-1, -1]], [[-1, 4], [2, -1]]])
+    rounds = Rounds([Launch(mine) for mine in slots], 2)
     merged = None
-    for rows, mask in zip((first, second), masks, strict=True):
+    for rows, _ in zip((first, second), rounds, strict=True):
         assert merged is None
-        rounds.mine = mask
         merged = rounds.merge(rows)
     assert merged is not None
     assert merged.flatten().tolist() == [1.0, 2.0, 3.0, 0.0]  # the last is nobody's
@@ -124,13 +100,16 @@ def test_triton_aligns_batches_that_stock_aligns(tokens: int, monkeypatch: pytes
     ids = torch.zeros((tokens, 8), dtype=torch.int32)
     seen: list[Any] = []
 
-    def apply(self: Any, slots: int) -> None:
+    def apply(self: Any, *, topk_ids: Any, slots: int) -> None:
+        assert topk_ids is ids
         prepare = kernel.triton_moe._prepare_expert_assignment
         seen.extend(prepare(ids, {"BLOCK_SIZE_M": 16}, tokens, 8, slots, None, ignore_invalid_experts=False))
 
     before = kernel.triton_moe._prepare_expert_assignment
     monkeypatch.setattr(kernel.TritonExperts, "apply", apply)
-    made.apply(24)
+    with kernel.launching(made, Rounds([Launch(ids)], 1)):
+        made.apply(topk_ids=ids + 1, slots=24)
+    assert not hasattr(made, "rounds")
     if tokens <= 4:
         assert seen[0] is None
         assert not aligned

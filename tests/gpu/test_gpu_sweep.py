@@ -15,7 +15,7 @@ from parity import SHORT, ask, prompt
 
 import four_bits
 import zoo
-from vvllm_pager.blocks import aligned_in_order
+from vvllm_pager.block_rounds import aligned_in_order
 from vvllm_pager.marlin_blocks import Cuts
 
 pytestmark = pytest.mark.gpu

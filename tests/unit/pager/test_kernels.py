@@ -13,17 +13,18 @@ from triton import compile as compile_for
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from vvllm_pager import blocks_kernel
 from vvllm_pager.fill_kernel import fill
 from vvllm_pager.resolve_kernel import resolve
 
 TESTS = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("checks", ["kernel_checks.py", "layer_checks.py", "foresight_checks.py"])
+@pytest.mark.parametrize("checks", ["kernel", "layer", "foresight", "launch", "cut"])
 def test_in_tritons_interpreter(checks: str) -> None:
     """In a process of its own: Triton's library is interpreted only where the variable stands before its import."""
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", str(TESTS / checks)],
+        [sys.executable, "-m", "pytest", "-q", str(TESTS / f"{checks}_checks.py")],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -84,6 +85,26 @@ def test_the_kernels_compile_for_the_cards_that_people_have(
         assert "ld.global.v2.b64" in assembly
         assert "st.global.v2.b64" in assembly
         assert ("griddepcontrol.wait" in assembly) == (capability >= 90)
+
+
+@pytest.mark.parametrize("capability", [75, 89, 90, 120])
+def test_the_kernels_that_lay_blocks_compile_too(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    target = GPUTarget("cuda", capability, 32)
+    sizes = {
+        "E": 128,
+        "EP": 128,
+        "CHUNK": 128,
+        "CHUNKS": 512,
+        "BLOCKS": 2048,
+        "SIZE": 64,
+    }
+    numbers = ("pairs", "chunks", "count", "rounds", "size", "stride", "tail")
+    for name in ("rank", "add_up", "lay", "choose", "share"):
+        kernel = getattr(blocks_kernel, name)
+        kinds = {arg: "i32" if arg in numbers else WORDS for arg in kernel.arg_names}
+        constants = {arg: value for arg, value in sizes.items() if arg in kernel.arg_names}
+        assert ".target sm_" in _compile(kernel, kinds, constants, target)
 
 
 def _compile(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], target: GPUTarget) -> str:
