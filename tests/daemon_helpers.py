@@ -122,8 +122,8 @@ class DaemonProcess:
         return self.log_path.read_text(errors="replace")
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Its log events of one name."""
-        lines = (line for line in self.log.splitlines() if line.startswith("{"))
+        """Its log events of one name. (A line without its end is still being written.)"""
+        lines = (line for line in self.log.splitlines(keepends=True) if line[:1] == "{" and line[-1:] == "\n")
         return [event for event in map(json.loads, lines) if event.get("event") == name]
 
     def status(self) -> dict[str, Any]:
