@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from vvllm_pager.ring import HEADER, Ring, RingThread
+from vvllm_pager.ring import HEADER, Ring, RingReader, RingThread
 from vvllm_pager.trace import StepTrace
 from vvllm_shared.board import Board
 
@@ -37,10 +39,19 @@ class Writer:
     ) -> None:
         flat = np.array(ids).reshape(-1) & 0xFFFF
         pieces = [(value >> shift) & 0xFFFF for value in (step, *totals) for shift in (0, 16, 32)]
-        words = np.array([layer, len(ids), len(ids[0]), phase, *pieces, *flat], np.int32)
+        kept = flat if len(flat) <= IDS else flat[:0]
+        words = np.array([layer, len(ids), len(ids[0]), phase, *pieces, *kept], np.int32)
         at, lap = self.number % ENTRIES, self.number // ENTRIES % 32767 + 1
-        self.words[at, : HEADER + len(flat)] = words | lap << 16
+        self.words[at, : len(words)] = words | lap << 16
         self.number += 1
+
+    def torn(self, missing: int, ids: list[list[int]]) -> None:
+        """The next entry, of which one word is not there yet."""
+        number, before = self.number, self.words[self.number % ENTRIES].copy()
+        self(0, 0, (0, 0, 0), ids)
+        pairs = len(ids) * len(ids[0])
+        at = missing % (HEADER + (pairs if pairs <= IDS else 0))
+        self.number, self.words[number % ENTRIES, at] = number, before[at]
 
 
 def wait_for(met: Callable[[], bool]) -> None:
@@ -102,3 +113,41 @@ def test_a_step_that_lost_layers_is_not_traced_and_touches_no_other() -> None:
         trace.observe(7, layer, ids)
     trace.observe(8, 2, ids)
     assert [(step, len(layers)) for step, layers in taker.steps] == [(1, 3), (6, 3)]
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(1, 5), st.integers(1, 3), st.integers(0, 3), st.none() | st.integers(0, HEADER + IDS)
+        ),
+        max_size=60,
+    )
+)
+def test_a_reader_gets_every_whole_entry_once_and_in_order(
+    written: list[tuple[int, int, int, int | None]],
+) -> None:
+    """Of any shape, also one that is too large to keep; after any number of looks; and however one is torn."""
+    ring = Ring(torch.device("cpu"), ENTRIES, IDS)
+    write, reader = Writer(ring), RingReader(ring.words.numpy())
+    found: list[tuple[int, list[list[int]] | None]] = []
+
+    def look() -> None:
+        while (entries := reader.take()) is not None:
+            kept = [None if ids is None else ids.tolist() for ids in entries.ids]
+            found.extend(zip(entries.step.tolist(), kept, strict=True))
+
+    expected: list[tuple[int, list[list[int]] | None]] = []
+    for step, (tokens, top_k, pause, missing) in enumerate(written):
+        ids = [[(step + token + k) % 999 - 1 for k in range(top_k)] for token in range(tokens)]
+        if missing is not None:
+            write.torn(missing, ids)
+            look()
+            assert found == expected
+        write(0, step, (0, 0, 0), ids)
+        expected.append((step, ids if tokens * top_k <= IDS else None))
+        if not pause or step % ENTRIES == ENTRIES - 1:
+            look()
+            assert found == expected
+    look()
+    assert found == expected
+    assert reader.lost == 0
