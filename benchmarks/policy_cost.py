@@ -1,12 +1,13 @@
 """What the policy process costs while the engine decodes: nothing that can be measured, or this says how much.
 
-    python benchmarks/policy_cost.py --layers 6 --slots 8
+    python benchmarks/policy_cost.py --layers 16 --slots 8
 
 Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and decodes the same
 prompt again and again, while the policy process is live and stopped (SIGSTOP) in turns, and then absent (killed until
 the daemon gives it up). It prints the median speed and misses of each, and its speed by that of live with the standard
-error of that: of each pair's ratio where live and stopped took turns, so that what drifts falls out. With few slots the
-GPU and the link set the pace, as in a whole model; where the engine's Python does, runs differ by a fifth.
+error of that: of each pair's ratio where live and stopped took turns, so that what drifts falls out. With few slots and
+enough layers the GPU and the link set the pace, as in a whole model; where the engine's Python does (five layers, say),
+runs differ by a tenth. Answers are long, since a GPU that was idle takes its time to come up to speed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import os
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -58,7 +60,9 @@ def decode(runtime: Path, tokens: int) -> Run:
     took = time.perf_counter() - began
     assert count == tokens, f"the answer ended after {count} tokens"
     time.sleep(0.5)  # the counters come a moment later
-    return Run(count / took, (status(runtime)["cache"]["misses"] - before) / count)
+    run = Run(count / took, (status(runtime)["cache"]["misses"] - before) / count)
+    print(f"{run.speed:.1f} tok/s, {run.misses:.1f} misses a token", file=sys.stderr, flush=True)
+    return run
 
 
 def policy_pid(runtime: Path) -> int:
@@ -95,10 +99,10 @@ def end_policy(runtime: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--scratch", type=Path, default=Path.home())
     parser.add_argument("--log", type=Path, default=Path("policy_cost.log"))
     args = parser.parse_args()
@@ -111,8 +115,9 @@ def main() -> None:
                 assert process.poll() is None, args.log.read_text()[-4000:]
                 time.sleep(0.5)
             decode(runtime, args.tokens)
-            for _ in range(args.rounds):
-                for state in ("live", "stopped"):
+            for number in range(args.rounds):
+                turns = ("live", "stopped")
+                for state in turns if number % 2 == 0 else reversed(turns):
                     runs[state].append(decode_in(state, runtime, args.tokens))
             end_policy(runtime)
             for _ in range(args.rounds):
