@@ -13,8 +13,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from parity import LONG, MEDIUM, SHORT, ask, engine_args, prompt
 
-import four_bits
 import zoo
+from checkpoints import formats
 from vvllm_msd.verify_engine import set_environment
 
 pytestmark = pytest.mark.gpu
@@ -49,10 +49,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
     def get(family: str, scheme: str) -> Path:
         if (family, scheme) not in made:
             folder = tmp_path_factory.mktemp("graphs")
-            shape = four_bits.SHAPE[family] | {OF.get(family, "num_experts"): EXPERTS}
+            shape = formats.SHAPE[family] | {OF.get(family, "num_experts"): EXPERTS}
             plain = zoo.make(family, folder / "bf16", **shape)
             made[family, scheme] = (
-                plain if scheme == "bf16" else four_bits.quantize(plain, folder / scheme, scheme)
+                plain if scheme == "bf16" else formats.quantize(plain, folder / scheme, scheme)
             )
         return made[family, scheme]
 

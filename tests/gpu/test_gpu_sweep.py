@@ -13,8 +13,8 @@ from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from parity import SHORT, ask, prompt
 
-import four_bits
 import zoo
+from checkpoints import formats
 from vvllm_pager.block_rounds import aligned_in_order
 from vvllm_pager.marlin_blocks import Cuts
 
@@ -49,7 +49,7 @@ def test_long_prompts_equal_stock(
     shape = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS}
     path = zoo.make("qwen3_moe", tmp_path / "bf16", num_experts_per_tok=TOP_K, **shape)
     if scheme != "bf16":
-        path = four_bits.quantize(path, tmp_path / scheme, scheme)
+        path = formats.quantize(path, tmp_path / scheme, scheme)
         monkeypatch.setattr(marlin_moe, "moe_align_block_size", _align)
     batches = [[prompt(LONG, 1)], [SHORT], [prompt(700, 2), prompt(1200, 3)]]
     arguments = ROOM | chunks | {"moe_backend": "triton" if scheme == "bf16" else "marlin"}

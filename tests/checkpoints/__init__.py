@@ -1,0 +1,1 @@
+"""Tiny checkpoints in the formats and layouts that people download, quantised for real from random weights."""
