@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import recording
 import zoo
 from zoo import ZooModel
 
@@ -22,6 +23,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="note in FILE what was equal to stock, and what was refused",
+    )
+
+
+@pytest.fixture
+def record_parity(request: pytest.FixtureRequest) -> recording.Record:
+    """`record_parity(family, scheme, ...)` notes that a test's assertions held; see `recording.record`."""
+    return recording.recorder(request.config.getoption("--record"))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from vvllm_pager import bundle, kernel
 from vvllm_pager.bundle import BundleLayout, rows_as_bytes
 from vvllm_pager.slot_pool import SlotPool
 from vvllm_shared.board import Phase
-from vvllm_shared.errors import CheckpointError, UnsupportedError, VvllmError
+from vvllm_shared.errors import CheckpointError, VvllmError
 
 if TYPE_CHECKING:
     from vvllm_pager.paging import Paging
@@ -37,20 +37,12 @@ class LayerLoader:
     Args:
         layer: the container, its raw parameters created and not yet loaded.
         paging: the engine's.
-
-    Raises:
-        UnsupportedError: a kernel that takes no expert ids.
     """
 
     def __init__(self, layer: PagedExperts, paging: Paging) -> None:
         self._layer = layer
         self._paging = paging
         method = layer.quant_method
-        if method.is_monolithic:
-            raise UnsupportedError(
-                f"{layer.layer_name}: {type(method).__name__} routes inside its kernel and cannot be paged.",
-                'Choose a modular kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
-            )
         self._process: Callable[[torch.nn.Module], None] = method.process_weights_after_loading
         self.done = False
         self._arrived: dict[tuple[int, str], set[int]] = {}

@@ -13,6 +13,7 @@ from vvllm_pager.kernel import put_on_slots
 from vvllm_pager.loading import LayerLoader
 from vvllm_pager.paging import Paging
 from vvllm_pager.slot_pool import SlotPool
+from vvllm_pager.unverified import refuse_layer
 from vvllm_shared.errors import VvllmError
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class PagedExperts(torch.nn.Module):
     layer_name: str
     quant_method: Any
     moe_config: Any
+    expert_map_manager: Any
     hidden_size: int
     intermediate_size_per_partition: int
     params_dtype: torch.dtype
@@ -60,6 +62,7 @@ class PagedExperts(torch.nn.Module):
         self.paging = paging
         self.experts = self.global_num_experts
         try:
+            refuse_layer(self)
             self.index = paging.adopt(self)
             self.loader = LayerLoader(self, paging)
         except VvllmError as error:

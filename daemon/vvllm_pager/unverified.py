@@ -1,8 +1,9 @@
-"""Engines that the pager was not verified with, each refused by its reason."""
+"""Engines and layers that the pager was not verified with, each refused by its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import vllm
 from vllm import envs
@@ -11,6 +12,9 @@ from vllm.config import VllmConfig
 from vvllm_pager.settings import KEY
 from vvllm_shared import PINNED_VLLM, is_pinned
 from vvllm_shared.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:
+    from vvllm_pager.routed_experts import PagedExperts
 
 
 def refuse_engine(config: VllmConfig) -> None:
@@ -21,6 +25,39 @@ def refuse_engine(config: VllmConfig) -> None:
     """
     for reason, hint in _objections(config):
         raise UnsupportedError(f"expert_cache does not work here: {reason}.", hint)
+
+
+def refuse_layer(layer: PagedExperts) -> None:
+    """Refuse a layer whose experts cannot be paged by themselves.
+
+    Args:
+        layer: constructed, and not yet loaded.
+
+    Raises:
+        UnsupportedError: the first reason that there is.
+    """
+    method = layer.quant_method
+    name = f"{layer.layer_name}: {type(method).__name__}"
+    if method.uses_meta_device:
+        raise UnsupportedError(
+            f"{name} quantises the experts while they are loaded, all at once.",
+            "Take a checkpoint that is quantised already, and drop --quantization.",
+        )
+    if method.moe_kernel is None and getattr(method, "experts_cls", method) is None:
+        raise UnsupportedError(
+            f"{name} has no kernel on this device.",
+            "Take a checkpoint in another format, or another moe_backend.",
+        )
+    if method.is_monolithic:
+        raise UnsupportedError(
+            f"{name} routes inside its kernel and cannot be paged.",
+            'Choose a modular kernel with moe_backend (for example "triton", or "marlin" for 4 bits).',
+        )
+    if layer.expert_map_manager.num_fused_shared_experts:
+        raise UnsupportedError(
+            f"{layer.layer_name}: the shared expert is one of the routed experts here, and no router names it.",
+            "Unset VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS.",
+        )
 
 
 def refuse_idle_options(config: VllmConfig) -> None:
@@ -78,6 +115,11 @@ def _objections(config: VllmConfig) -> Iterator[tuple[str, str]]:
         yield (
             f"speculative decoding by {drafts.method} is on, whose drafting model was not verified",
             'Use {"method": "ngram"} in --speculative-config, or drop it.',
+        )
+    if envs.VLLM_MARLIN_INPUT_DTYPE is not None:
+        yield (
+            f"VLLM_MARLIN_INPUT_DTYPE is {envs.VLLM_MARLIN_INPUT_DTYPE}, for which vLLM scales all experts together",
+            "Unset VLLM_MARLIN_INPUT_DTYPE.",
         )
     if not envs.VLLM_MOE_SKIP_PADDING:
         yield (

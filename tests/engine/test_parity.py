@@ -46,13 +46,18 @@ def sizes(model: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("size", ["top_k", "three_top_k", "half"])
 @pytest.mark.parametrize("family", zoo.FAMILIES)
 def test_tokens_and_logprobs_equal_stock(
-    family: str, size: str, zoo_model: Callable[[str], Path], stock: Callable[[str], list[Answer]]
+    family: str,
+    size: str,
+    zoo_model: Callable[[str], Path],
+    stock: Callable[[str], list[Answer]],
+    record_parity: Callable[..., None],
 ) -> None:
     """Every logprob of every position of prompts and answers, with poison in every slot that holds nothing."""
     experts, top_k = sizes(zoo_model(family))
     slots = {"top_k": top_k, "three_top_k": min(3 * top_k, experts), "half": experts // 2}[size]
     paged = ask(zoo_model(family), ALONE + TOGETHER, {"slots": slots, "poison": True})
     assert paged == stock(family)
+    record_parity(family, "bf16", slots=[slots], experts=experts)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

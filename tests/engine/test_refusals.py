@@ -67,6 +67,63 @@ def test_engine_options(
     assert hint in refusal.value.hint
 
 
+@pytest.mark.parametrize(
+    "quantization", ["fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "experts_int8"]
+)
+def test_quantising_while_loading(
+    quantization: str, zoo_model: Callable[[str], Path], record_parity: Callable[..., None]
+) -> None:
+    with pytest.raises(UnsupportedError, match="quantises the experts while they are loaded") as refusal:
+        ask(zoo_model("qwen3_moe"), [[SHORT]], {"slots": 4}, quantization=quantization)
+    assert "quantised already" in refusal.value.hint
+    reason = refusal.value.sentence.partition(": ")[2]
+    record_parity("qwen3_moe", "online", refused=f"{quantization}: {reason}")
+
+
+def test_activations_of_eight_bits_for_marlin(
+    zoo_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, record_parity: Callable[..., None]
+) -> None:
+    monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "int8")
+    with pytest.raises(UnsupportedError, match="VLLM_MARLIN_INPUT_DTYPE is int8") as refusal:
+        ask(zoo_model("qwen3_moe"), [[SHORT]], {"slots": 4})
+    assert "Unset" in refusal.value.hint
+    record_parity("qwen3_moe", "marlin_int8_activations", refused=refusal.value.sentence.partition(": ")[2])
+
+
+@pytest.mark.parametrize(
+    ("method", "fused", "sentence"),
+    [
+        ({"moe_kernel": None, "experts_cls": None}, 0, "has no kernel on this device"),
+        ({"is_monolithic": True}, 0, "routes inside its kernel"),
+        ({}, 1, "the shared expert is one of the routed experts"),
+    ],
+)
+def test_layers_that_this_machine_cannot_build(method: dict[str, Any], fused: int, sentence: str) -> None:
+    """Asked with what the rule looks at: no CPU has such kernels."""
+    from vvllm_pager.unverified import refuse_layer
+
+    told = {"uses_meta_device": False, "moe_kernel": object(), "is_monolithic": False} | method
+    layer: Any = SimpleNamespace(
+        layer_name="layers.0",
+        quant_method=SimpleNamespace(**told),
+        expert_map_manager=SimpleNamespace(num_fused_shared_experts=fused),
+    )
+    with pytest.raises(UnsupportedError, match=sentence):
+        refuse_layer(layer)
+
+
+def test_what_a_layer_is_asked_for_is_there() -> None:
+    """The names that `refuse_layer` looks at, in vLLM's own classes."""
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.quantization.online.moe_base import OnlineMoEMethodBase
+
+    assert not FusedMoEMethodBase.uses_meta_device
+    assert OnlineMoEMethodBase.uses_meta_device
+    assert isinstance(FusedMoEMethodBase.is_monolithic, property)
+    assert "num_fused_shared_experts" in ExpertMapManager.__init__.__annotations__
+
+
 def test_another_version_of_vllm(zoo_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 

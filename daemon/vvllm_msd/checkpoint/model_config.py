@@ -160,11 +160,23 @@ def _by_rule(config: dict[str, Any], model_type: str, layers: range) -> Iterable
     return layers if model_type in _ALL_LAYERS else None
 
 
+_NOT_SERVED = frozenset(
+    {"aqlm", "bitsandbytes", "eetq", "exl2", "exl3", "gguf", "higgs", "hqq", "quip", "vptq"}
+)
+"""Quantizations of checkpoints that people share and vLLM 0.32.0 has no name for (`QUANTIZATION_METHODS`)."""
+
+
 def _quantization(directory: Path, *configs: dict[str, Any]) -> str | None:
     """The name of the quantization, as vLLM looks for it."""
     for config in configs:
         for key in ("quantization_config", "compression_config"):
             if isinstance(found := config.get(key), dict):
-                return _text(found.get("quant_method") or found.get("quant_algo"))
+                name = _text(found.get("quant_method") or found.get("quant_algo"))
+                if name.lower() in _NOT_SERVED:
+                    raise UnsupportedError(
+                        f"{directory} is quantised with {name}, which vLLM 0.32.0 does not serve.",
+                        "Take another variant of this model: `vvllm-msd models` lists the formats that work.",
+                    )
+                return name
     modelopt = directory / "hf_quant_config.json"
     return "modelopt" if modelopt.is_file() else None

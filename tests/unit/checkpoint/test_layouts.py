@@ -13,7 +13,7 @@ import surgery
 
 import zoo
 from vvllm_msd.checkpoint import validate
-from vvllm_shared.errors import CheckpointError
+from vvllm_shared.errors import CheckpointError, UnsupportedError
 
 ZooModel = Callable[[str], Path]
 
@@ -214,6 +214,25 @@ def test_the_quantization_is_named(copy: ZooModel, config: dict[str, Any], name:
     model = copy("qwen3_moe")
     surgery.edit_json(model / "config.json", lambda old: old.update(config))
     assert validate(model).quantization == name
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gguf", "hqq"])
+def test_a_quantization_that_vllm_does_not_serve(
+    method: str, copy: ZooModel, record_parity: Callable[..., None]
+) -> None:
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    assert method not in QUANTIZATION_METHODS
+    model = copy("qwen3_moe")
+    surgery.edit_json(
+        model / "config.json", lambda old: old.update(quantization_config={"quant_method": method})
+    )
+    with pytest.raises(
+        UnsupportedError, match=f"quantised with {method}, which vLLM 0.32.0 does not"
+    ) as refusal:
+        validate(model)
+    assert "vvllm-msd models" in refusal.value.hint
+    record_parity("qwen3_moe", method, refused=refusal.value.sentence.partition(" is ")[2])
 
 
 def test_a_layer_may_be_left_unquantized(copy: ZooModel) -> None:
