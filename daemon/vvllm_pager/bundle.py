@@ -9,7 +9,7 @@ refused: an expert must move whole.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import FunctionType, MethodType
 from typing import Any
@@ -21,6 +21,10 @@ from vvllm_shared.errors import UnsupportedError
 ROUTING_SPACE = frozenset({"e_score_correction_bias", "hash_indices_table"})
 """Parameters of the container that the router reads; as vLLM's own list in
 `RoutedExperts.get_expert_weights` (routed_experts.py:1316)."""
+
+_MAY_BE_THE_SAME = ("weight_shape", "zero_point", "qzeros")
+"""Ends of names of per-expert tensors that many checkpoints have without need: no kernel reads the shapes (they are for
+compressed-tensors' own decoder), and where weights are symmetric each zero point is the middle of the range."""
 
 _ALIGN = 16  # a row starts where 16-byte loads may
 _RECORD_ALIGN = 256  # and a record where a copy engine's bursts may
@@ -54,6 +58,19 @@ class BundleLayout:
     def bundle_bytes(self) -> int:
         """Bytes that a miss moves: the record without its padding."""
         return sum(part.nbytes for part in self.parts)
+
+    def without_the_same(self, records: torch.Tensor) -> BundleLayout:
+        """Leave out what is the same for all experts: each slot has it from the start, and a miss need not move it.
+
+        Args:
+            records: uint8 [E, record_bytes], filled.
+        """
+
+        def same(part: Part) -> bool:
+            rows = records[:, part.offset : part.offset + part.nbytes]
+            return part.name.endswith(_MAY_BE_THE_SAME) and bool((rows == rows[0]).all())
+
+        return replace(self, parts=tuple(part for part in self.parts if not same(part)))
 
     @classmethod
     def of(cls, tensors: dict[str, torch.Tensor]) -> BundleLayout:

@@ -166,6 +166,7 @@ class LayerLoader:
                     raise bundle.refuse(layer, part.name, "depends on which experts are processed together")
                 region.copy_(rows)
             filled = chunk.stop
+        layer.layout = layer.layout.without_the_same(records)
         slots = {part.name: tensors[part.name] for part in layer.layout.parts}
         pool = SlotPool(slots, records, layer.layout)
         if paging.settings.poison:
