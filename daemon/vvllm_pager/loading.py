@@ -31,6 +31,11 @@ _IDLE_BYTES = 512 << 20
 """Of VRAM that may lie idle while loading: a chunk's tensors may use it again, and giving it back costs time."""
 
 
+_INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
+"""Static scales of activations, [E] or [E, 2]. Every kernel that reads them takes the largest of all experts
+(fp8_utils.py, `process_fp8_input_tensor_strategy_moe`; modelopt.py): the input is quantised once for all."""
+
+
 class LayerLoader:
     """Stands in for the post-processing of one layer's quant method.
 
@@ -94,6 +99,13 @@ class LayerLoader:
         """(parameter, shard) to the experts that the checkpoint had it for."""
         names = {id(p): name for name, p in self._layer._parameters.items()}
         return {(names.get(param, "?"), shard): experts for (param, shard), experts in self._arrived.items()}
+
+    def share_input_scales(self) -> None:
+        """Give each expert the largest, before chunks are made: a chunk would take the largest of its own."""
+        for name in _INPUT_SCALES:
+            scale = self.raw().get(name)
+            if scale is not None:
+                scale.fill_(scale.amax())
 
     def build(self, raw: Raw, experts: range) -> dict[str, torch.Tensor]:
         """Build, fill and process a layer of only these experts on the device.
@@ -203,6 +215,7 @@ def _plan_layers(paging: Paging) -> None:
     """Learn every layer's layout (once per shape) and size the slots."""
     known: dict[Any, BundleLayout] = {}
     for layer in paging.layers:
+        layer.loader.share_input_scales()
         raw = layer.loader.raw()
         shape = (type(layer.quant_method), layer.top_k, *((n, t.shape, t.dtype) for n, t in raw.items()))
         if shape not in known:

@@ -253,10 +253,10 @@ FORMATS: dict[str, Format] = {
         _fp8_config(weight_block_size=[_BLOCK, _BLOCK]),
     ),
     "fp8": Format(_each(lambda weight: packing.fp8_tensor(weight, None)), _fp8_config()),
-    # Each matrix with its own largest input, as calibration would find it.
+    # Each expert with largest inputs of its own, as calibration finds them; gate and up projection share theirs.
     "fp8_static": Format(
-        _each(lambda weight: packing.fp8_tensor(weight, 100 * float(weight.float().std()))),
+        _sharing(lambda weight, largest, _: packing.fp8_tensor(weight, 30 * largest)),
         _fp8_config(activation_scheme="static"),
     ),
 }
-"""By name; every one has been read by stock vLLM, on the device that has a kernel for it."""
+"""By name."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from parity import MEDIUM, SHORT, ask
 
 from vvllm_shared.errors import UnsupportedError
@@ -34,6 +35,22 @@ def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Ca
     model = toy_model("plain")
     paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
     assert paged == ask(model, [[SHORT], [MEDIUM]], None)
+
+
+def test_a_static_scale_of_inputs_is_that_of_all_experts(toy_model: Callable[[str], Path]) -> None:
+    """As in FP8: the largest of the layer, whichever chunk its expert is in. Powers of two, so that they are exact."""
+    from safetensors.torch import load_file, save_file
+
+    model = toy_model("static")
+    tensors = load_file(model / "model.safetensors")
+    for layer, largest in ((0, 3), (1, 12)):
+        for expert in range(16):
+            name = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.input_scale"
+            tensors[name] = torch.tensor(2.0 if expert == largest else 0.5**expert)
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
+    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
+    assert paged != ask(toy_model("plain"), [[SHORT], [MEDIUM]], None)
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,25 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
+from vllm.model_executor.utils import replace_parameter, set_weight_attrs
 
 NAME = "toy_scaled"
 
 
 class ToyMoEMethod(UnquantizedFusedMoEMethod):
-    """`variant` chooses what else the kernel holds: nothing, or something that cannot be paged."""
+    """`variant` chooses what else the kernel holds: nothing, a scale for all experts' inputs ("static"), or something
+    that cannot be paged."""
 
     def __init__(self, moe: Any, variant: str) -> None:
         super().__init__(moe)
         self.variant = variant
+
+    def create_weights(self, layer: Any, num_experts: int, **named: Any) -> None:
+        super().create_weights(layer, num_experts, **named)
+        if self.variant == "static":
+            scale = torch.nn.Parameter(torch.ones(num_experts), requires_grad=False)
+            layer.register_parameter("w2_input_scale", scale)
+            set_weight_attrs(scale, {"weight_loader": named["weight_loader"]})
 
     def process_weights_after_loading(self, layer: Any) -> None:
         largest = layer.w2_weight.data.float().abs().amax(dim=(1, 2))
@@ -33,7 +42,9 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         experts = self.moe_kernel.fused_experts
         experts.toy_scales = scales
-        if self.variant == "reduction":
+        if self.variant == "static":
+            replace_parameter(layer, "w2_input_scale", layer.w2_input_scale.max())
+        elif self.variant == "reduction":
             experts.toy_maximum = largest.max()
         elif self.variant == "relative":
             experts.toy_relative = largest - largest.mean()
@@ -47,6 +58,8 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         scales = self.moe_kernel.fused_experts.toy_scales
         weights = topk_weights * scales[topk_ids.long()].to(topk_weights.dtype)
+        if self.variant == "static":
+            weights = weights * layer.w2_input_scale
         return super().apply(layer, x, weights, topk_ids, *rest, **named)
 
 

@@ -20,8 +20,8 @@ from vvllm_msd.verify_engine import set_environment
 pytestmark = pytest.mark.gpu
 
 EXPERTS = 32
-TOP_K = {"qwen3_moe": 4, "qwen2_moe": 4, "glm4_moe": 4, "olmoe": 4, "mixtral": 2}
-OF = {"glm4_moe": "n_routed_experts", "mixtral": "num_local_experts"}
+TOP_K = {"qwen3_moe": 4, "qwen2_moe": 4, "glm4_moe": 4, "olmoe": 4, "mixtral": 2, "gpt_oss": 4}
+OF = {"glm4_moe": "n_routed_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
 """What a family's config calls its number of experts, where that is not `num_experts`."""
 FULL: dict[str, Any] = {
     "enforce_eager": False,
@@ -43,7 +43,7 @@ BATCHES = [
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """A tiny model of a family, by scheme: bf16, int4, nvfp4."""
+    """A tiny model of a family: bf16, or in one of `formats.FORMATS`, or mxfp4."""
     made: dict[tuple[str, str], Path] = {}
 
     def get(family: str, scheme: str) -> Path:
@@ -60,17 +60,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
 
 
 def backend(scheme: str) -> dict[str, Any]:
-    return {"moe_backend": "triton" if scheme == "bf16" else "marlin"}
+    return {"moe_backend": "triton" if scheme.startswith(("bf16", "fp8", "int8")) else "marlin"}
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "int4", "nvfp4"])
-@pytest.mark.parametrize("family", sorted(TOP_K))
-def test_full_graphs_equal_stock(family: str, scheme: str, model: Callable[[str, str], Path]) -> None:
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    [
+        *(
+            (family, scheme)
+            for family in sorted(TOP_K)
+            for scheme in ("bf16", "int4", "nvfp4")
+            if family != "gpt_oss"
+        ),
+        *(("qwen3_moe", scheme) for scheme in sorted(formats.FORMATS.keys() - {"int4", "nvfp4"})),
+        ("gpt_oss", "mxfp4"),
+    ],
+)
+def test_full_graphs_equal_stock(
+    family: str, scheme: str, model: Callable[[str, str], Path], record_parity: Callable[..., None]
+) -> None:
     """Slots = top_k (four requests take four rounds), 3 x top_k and a quarter; poison in every free slot."""
     path, arguments = model(family, scheme), FULL | backend(scheme)
     reference = ask(path, BATCHES, None, **arguments)
-    for slots in (TOP_K[family], 3 * TOP_K[family], EXPERTS // 4):
+    sizes = sorted({TOP_K[family], 3 * TOP_K[family], EXPERTS // 4})
+    for slots in sizes:
         assert ask(path, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots
+    record_parity(family, scheme, slots=sizes, experts=EXPERTS)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4"])
