@@ -6,6 +6,7 @@ captures graphs of more tokens than a paged engine can serve without the host.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from vvllm_shared.residency import graph_sizes, most_tokens
 _SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 _FOUR_BITS = {"gptq", "auto_gptq", "gptq_marlin", "awq", "auto_awq", "awq_marlin", "mxfp4", "gpt_oss_mxfp4"}
 """Formats of weights alone. Some have 8 bits too, which Marlin also takes."""
+
+_EXPERTS = re.compile(r"(?<!shared_)experts")
+"""In the name, or in the pattern of names, of what is a routed expert."""
 
 
 def graph_options(
@@ -79,13 +83,29 @@ def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str 
     if method in ("fp8", "fbgemm_fp8"):
         return fp8
     if method.startswith("modelopt"):
-        algorithm = str(quantization.get("quant_algo", "")).upper()
+        algorithm = _algorithm_of_experts(quantization)
         return "marlin" if "NVFP4" in algorithm else fp8 if algorithm.startswith("FP8") else None
     if method == "compressed-tensors":
         form, groups = quantization.get("format"), _table(quantization.get("config_groups"))
-        choices = {_of_group(_table(group), str(form), fp8) for group in groups.values()}
+        tables = [_table(group) for group in groups.values()]
+        named = [table for table in tables if _EXPERTS.search(str(table.get("targets")))]
+        choices = {_of_group(table, str(form), fp8) for table in named or tables}
         return choices.pop() if len(choices) == 1 else None
     return None
+
+
+def _algorithm_of_experts(quantization: Mapping[str, Any]) -> str:
+    """ModelOpt's name for how the routed experts are quantised; of several, none."""
+    algorithm = str(quantization.get("quant_algo", "")).upper()
+    if algorithm != "MIXED_PRECISION":
+        return algorithm
+    layers = _table(quantization.get("quantized_layers"))
+    of_experts = {
+        str(_table(how).get("quant_algo", "")).upper()
+        for name, how in layers.items()
+        if _EXPERTS.search(str(name))
+    }
+    return of_experts.pop() if len(of_experts) == 1 else ""
 
 
 def _of_group(group: Mapping[str, Any], form: str, fp8: str) -> str | None:

@@ -22,6 +22,17 @@ MIXED = {
     "quant_method": "compressed-tensors",
     "config_groups": {"a": {"weights": FP4}, "b": {"weights": FP8, "input_activations": FP8}},
 }
+DENSE = {"weights": FP8, "input_activations": FP8, "targets": [r"re:.*shared_experts\..*_proj$"]}
+GROUPS = {
+    "quant_method": "compressed-tensors",
+    "config_groups": {"a": DENSE, "b": {"weights": INT4, "targets": [r"re:.*\.experts\.\d+\..*"]}},
+}
+
+
+def layers(**algorithms: str) -> dict[str, Any]:
+    """ModelOpt's several algorithms, by the name of the module in layer 0."""
+    told = {f"model.layers.0.{name}": {"quant_algo": algorithm} for name, algorithm in algorithms.items()}
+    return {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": told}
 
 
 @pytest.mark.parametrize(
@@ -42,11 +53,16 @@ MIXED = {
         (compressed(INT4, INT8, "pack-quantized"), None),
         (compressed(FP8, FP8, "mxfp8-quantized"), None),
         (MIXED, None),
+        (GROUPS, "marlin"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "marlin"),
         ({"quant_method": "modelopt_fp4", "quant_algo": "nvfp4"}, "marlin"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "triton"),
         ({"quant_method": "modelopt", "quant_algo": "MXFP8"}, None),
         ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, None),
+        (layers(q_proj="FP8", experts_0_up_proj="NVFP4", experts_1_up_proj="NVFP4"), "marlin"),
+        (layers(q_proj="NVFP4", experts_0_up_proj="FP8", shared_experts="NVFP4"), "triton"),
+        (layers(experts_0_up_proj="NVFP4", experts_1_up_proj="FP8"), None),
+        (layers(q_proj="NVFP4"), None),
         ({"quant_method": "quark"}, None),
         ({"quant_method": "compressed-tensors", "config_groups": [1]}, None),
         ({}, None),
