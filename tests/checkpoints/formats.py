@@ -145,21 +145,27 @@ def _sharing(pack: Callable[[Tensor, float, float], packing.Packed]) -> Callable
     return block
 
 
-def _compressed(form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> Any:
-    group = {
+def _group(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, targets: str = "Linear"
+) -> dict[str, Any]:
+    return {
         "format": form,
-        "targets": ["Linear"],
+        "targets": [targets],
         "weights": weights,
         "input_activations": inputs,
         "output_activations": None,
     }
+
+
+def _compressed(*groups: dict[str, Any]) -> Any:
+    form = groups[0]["format"] if len(groups) == 1 else "mixed-precision"
 
     def config(_quantized: list[str], left: list[str]) -> dict[str, Any]:
         return {
             "quant_method": "compressed-tensors",
             "quantization_status": "compressed",
             "format": form,
-            "config_groups": {"group_0": group},
+            "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
             "kv_cache_scheme": None,
             "ignore": left,
         }
@@ -219,33 +225,63 @@ def _modelopt_config(algorithm: str, **more: Any) -> Any:
     return config
 
 
+def _mixed_config(quantized: list[str], left: list[str]) -> dict[str, Any]:
+    """ModelOpt's own list of what is what, by module."""
+    layers = {
+        name: {"quant_algo": "NVFP4", "group_size": 16} if ".experts." in name else {"quant_algo": "FP8"}
+        for name in quantized
+    }
+    return _modelopt_config("MIXED_PRECISION", quantized_layers=layers)(quantized, left)
+
+
 _gptq = _each(lambda weight: packing.gptq(weight, _GROUP))
 _awq = _each(lambda weight: packing.awq(weight, _GROUP))
+_int4 = _each(lambda weight: packing.compressed_int4(weight, _GROUP, symmetric=True))
+_nvfp4 = _sharing(packing.compressed_nvfp4)
+_modelopt_nvfp4 = _sharing(packing.modelopt_nvfp4)
+_INT4 = _args(4, "int", "group", _GROUP, actorder=None)
 _NVFP4 = _args(4, "float", "tensor_group", 16)
+# For activations of four bits, as most published checkpoints are: Marlin takes them and keeps bfloat16.
+_NVFP4_INPUTS = _NVFP4 | {"dynamic": "local"}
+_EXPERTS = r"re:.*\.experts\.\d+\..*"
+_FP8_DENSE = _group(
+    "float-quantized",
+    _args(8, "float", "channel", None),
+    _args(8, "float", "token", None, dynamic=True),
+    r"re:.*(self_attn|shared_expert)\..*_proj$",
+)
 
 FORMATS: dict[str, Format] = {
-    "int4": Format(
-        _each(lambda weight: packing.compressed_int4(weight, _GROUP, symmetric=True)),
-        _compressed("pack-quantized", _args(4, "int", "group", _GROUP, actorder=None)),
-    ),
+    "int4": Format(_int4, _compressed(_group("pack-quantized", _INT4))),
     "int4_asymmetric": Format(
         _each(lambda weight: packing.compressed_int4(weight, _GROUP, symmetric=False)),
-        _compressed("pack-quantized", _args(4, "int", "group", _GROUP, symmetric=False, actorder=None)),
+        _compressed(_group("pack-quantized", _INT4 | {"symmetric": False})),
+    ),
+    "int4_groups": Format(
+        _int4,
+        _compressed(_group("pack-quantized", _INT4, targets=_EXPERTS), _FP8_DENSE),
+        _each(packing.compressed_fp8),
     ),
     "int8": Format(
         _each(packing.compressed_int8),
         _compressed(
-            "int-quantized",
-            _args(8, "int", "channel", None),
-            _args(8, "int", "token", None, dynamic=True),
+            _group(
+                "int-quantized",
+                _args(8, "int", "channel", None),
+                _args(8, "int", "token", None, dynamic=True),
+            )
         ),
     ),
-    # For activations of four bits, as most published checkpoints are: Marlin takes them and keeps bfloat16.
-    "nvfp4": Format(
-        _sharing(packing.compressed_nvfp4),
-        _compressed("nvfp4-pack-quantized", _NVFP4, _NVFP4 | {"dynamic": "local"}),
+    "nvfp4": Format(_nvfp4, _compressed(_group("nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUTS))),
+    "nvfp4_groups": Format(
+        _nvfp4,
+        _compressed(_group("nvfp4-pack-quantized", _NVFP4, _NVFP4_INPUTS, _EXPERTS), _FP8_DENSE),
+        _each(packing.compressed_fp8),
     ),
-    "nvfp4_modelopt": Format(_sharing(packing.modelopt_nvfp4), _modelopt_config("NVFP4", group_size=16)),
+    "nvfp4_modelopt_mixed": Format(
+        _modelopt_nvfp4, _mixed_config, _each(lambda weight: packing.fp8_tensor(weight, _LARGEST_INPUT))
+    ),
+    "nvfp4_modelopt": Format(_modelopt_nvfp4, _modelopt_config("NVFP4", group_size=16)),
     "gptq": Format(_gptq, _gptq_config, _gptq),
     "awq": Format(_awq, _awq_config, _awq),
     "fp8_block": Format(
