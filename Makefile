@@ -13,7 +13,7 @@ CODE := daemon client shared tests tools/install $(wildcard benchmarks)
 INSTALLED := $(VENV)/.vvllm-installed
 DEV_INSTALLED := $(VENV)/.vvllm-dev-installed
 
-.PHONY: venv demo test test-all lint clean-venv
+.PHONY: venv demo test test-all record lint clean-venv
 
 venv: $(DEV_INSTALLED)
 
@@ -40,6 +40,12 @@ test: lint
 # Tests that need a GPU skip themselves where there is none.
 test-all: lint
 	$(BIN)/python -m pytest
+
+# What `vvllm-msd models` says, from runs on this machine; a GPU's come from pytest's --record there.
+record: $(DEV_INSTALLED)
+	$(BIN)/python -m pytest --record daemon/vvllm_msd/parity.json tests/unit/checkpoint \
+	  tests/engine/test_parity.py tests/engine/test_format_parity.py tests/engine/test_layout_parity.py \
+	  tests/engine/test_refusals.py
 
 clean-venv:
 	rm -rf $(VENV)

@@ -118,6 +118,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--layers", type=int, metavar="K", help="cut both engines to the first K layers")
     verify.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
+    models = command(
+        "models", _models, "Show which formats of which families are served, and what showed it."
+    )
+    models.add_argument("--json", action="store_true", help="print JSON, with every record")
+
     command("demo", _demo, "Start on the embedded model, send it a prompt, show the cache, stop.")
     return parser
 
@@ -147,6 +152,14 @@ def _verify(args: argparse.Namespace) -> int:
     from vvllm_msd import verify
 
     return verify.main(args)
+
+
+def _models(args: argparse.Namespace) -> int:
+    from vvllm_msd import models
+
+    found = models.rows(models.read_records())
+    sys.stdout.write((models.as_json if args.json else models.table)(found) + "\n")
+    return int(Exit.OK)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -98,6 +98,7 @@ def test_blocks_of_fp8_equal_stock_where_no_waves_are_needed(make: Make, record_
     record_parity("qwen3_moe", "fp8_block", slots=sizes, experts=EXPERTS, only="one token at a time")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "scheme"), [*CASES, pytest.param("qwen3_moe", "fp8_block", marks=pytest.mark.slow)]
 )

@@ -76,7 +76,7 @@ def test_tokens_and_logprobs_equal_stock(
 
 
 @pytest.mark.parametrize("scheme", ["nvfp4_modelopt_mixed", "nvfp4_groups", "int4_groups"])
-@pytest.mark.parametrize("extras", [True, False])
+@pytest.mark.parametrize("extras", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_such_a_checkpoint_is_found_whole(scheme: str, extras: bool, tmp_path: Path) -> None:
     plain = layouts.qwen3_5_moe(tmp_path / "plain", fused=False, extras=extras)
     found = validate(formats.quantize(plain, tmp_path / scheme, scheme))
