@@ -11,11 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from parity import SHORT, ask, engine_args
 
 from vvllm_shared.errors import CheckpointError, ConfigError, UnsupportedError, VvllmError
 
 pytestmark = pytest.mark.engine
+
+needs_amx = pytest.mark.skipif(
+    not torch.cpu._is_amx_tile_supported(), reason="without AMX vLLM itself has no kernel for it"
+)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,14 @@ def test_engine_options(
 
 
 @pytest.mark.parametrize(
-    "quantization", ["fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "experts_int8"]
+    "quantization",
+    [
+        "fp8",
+        "fp8_per_tensor",
+        "fp8_per_channel",
+        pytest.param("fp8_per_block", marks=needs_amx),
+        pytest.param("experts_int8", marks=needs_amx),
+    ],
 )
 def test_quantising_while_loading(
     quantization: str, zoo_model: Callable[[str], Path], record_parity: Callable[..., None]
