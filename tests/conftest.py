@@ -36,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def record_parity(request: pytest.FixtureRequest) -> recording.Record:
-    """`record_parity(family, scheme, ...)` notes that a test's assertions held; see `recording.record`."""
+    """`record_parity(family, scheme, ...)` notes that a test's assertions held; see `recording.recorder`."""
     return recording.recorder(request.config.getoption("--record"))
 
 

@@ -39,7 +39,11 @@ def _add(file: Path, entry: dict[str, Any]) -> None:
     for old in entries:
         if any(old[key] != entry[key] for key in ("family", "format", "device")):
             kept.append(old)
-        elif "slots" in entry and all(old.get(key) == entry[key] for key in ("commit", "date")):
+        elif (
+            "slots" in entry
+            and "slots" in old
+            and all(old.get(key) == entry[key] for key in ("commit", "date"))
+        ):
             entry = entry | {"slots": sorted({*old["slots"], *entry["slots"]})}
     ordered = sorted([*kept, entry], key=lambda e: (e["format"], e["family"], e["device"]))
     scratch = file.with_suffix(".new")

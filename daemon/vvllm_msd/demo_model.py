@@ -131,7 +131,7 @@ def write(
 
     directory.mkdir(parents=True, exist_ok=True)
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    _draw_weights(model.state_dict(), seed)
+    draw_weights(model.state_dict(), seed)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         with _without_progress_bar():
             model.save_pretrained(scratch)
@@ -143,7 +143,7 @@ def write(
     return directory
 
 
-def _draw_weights(tensors: dict[str, Tensor], seed: int) -> None:
+def draw_weights(tensors: dict[str, Tensor], seed: int) -> None:
     """Draw in place: matrices at about four times the usual spread, else every greedy token is the same.
 
     Vectors of zeros are drawn too: a bias that is lost on the way must change the output.

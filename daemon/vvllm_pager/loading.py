@@ -30,9 +30,8 @@ Raw = dict[str, torch.Tensor]
 _IDLE_BYTES = 512 << 20
 """Of VRAM that may lie idle while loading: a chunk's tensors may use it again, and giving it back costs time."""
 
-
 _INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
-"""Static scales of activations, [E] or [E, 2]. Every kernel that reads them takes the largest of all experts
+"""Static scales of activations, [E] or [E, 2]. Where Triton or Marlin read them, vLLM takes the largest of all experts
 (fp8_utils.py, `process_fp8_input_tensor_strategy_moe`; modelopt.py): the input is quantised once for all."""
 
 

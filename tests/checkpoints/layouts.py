@@ -39,7 +39,7 @@ def qwen3_5_moe(directory: Path, *, fused: bool, extras: bool, seed: int = 0) ->
     )
     torch.manual_seed(seed)  # some parameters are drawn by the model itself
     model = Qwen3_5MoeForConditionalGeneration(config).to(torch.bfloat16)
-    demo_model._draw_weights(model.state_dict(), seed)
+    demo_model.draw_weights(model.state_dict(), seed)
     model.save_pretrained(directory)
     demo_model.write_tokenizer(directory)
     tensors = load_file(directory / "model.safetensors")

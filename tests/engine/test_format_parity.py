@@ -99,9 +99,7 @@ def test_blocks_of_fp8_equal_stock_where_no_waves_are_needed(make: Make, record_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "scheme"), [*CASES, pytest.param("qwen3_moe", "fp8_block", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("family", "scheme"), [*CASES, ("qwen3_moe", "fp8_block")])
 def test_the_checkpoint_is_the_model_that_was_quantised(
     family: str, scheme: str, stock: Callable[..., list[Answer]]
 ) -> None:

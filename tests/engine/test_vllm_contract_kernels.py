@@ -15,6 +15,16 @@ def parameters(function: Any) -> list[str]:
     return list(inspect.signature(function).parameters)
 
 
+def test_static_scales_of_inputs_are_the_largest() -> None:
+    """What `vvllm_pager.loading` gives every expert before vLLM sees some of them."""
+    import torch
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+
+    some, others = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([[8.0, 1.0], [2.0, 16.0]])
+    shared = fp8_utils.process_fp8_input_tensor_strategy_moe(some, others, False)
+    assert [float(scale) for scale in shared] == [4.0, 16.0]
+
+
 def test_the_kernel_adapter() -> None:
     """What `vvllm_pager.kernel` asks of vLLM to compute on slots as stock does on experts."""
     from vllm import _custom_ops

@@ -57,7 +57,8 @@ def read_model_config(directory: Path) -> ModelConfig:
 
     Raises:
         CheckpointError: it is missing, not JSON, or contradicts itself.
-        UnsupportedError: it describes no Mixture-of-Experts model.
+        UnsupportedError: it describes no Mixture-of-Experts model, or one that is quantised in a way that vLLM has no
+            name for.
     """
     path = directory / "config.json"
     whole = read_json(path)
