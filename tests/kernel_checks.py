@@ -62,10 +62,12 @@ def test_resolve_at_the_sizes_of_large_models(experts: int, slots: int, top_k: i
 
 
 def test_steps_of_host_and_device_may_alternate() -> None:
-    """Both leave the table where the other goes on."""
+    """Both leave the table where the other goes on, and advice in between counts for both."""
     rng = np.random.default_rng(3)
     beside = Beside(16, 5, Weights(), device=DEVICE)
     for number in range(12):
+        if number in (3, 8):  # after a host-driven step, and before one
+            beside.advise(rng.integers(-8, 8, 16).astype(float).tolist())
         ids, padding = random_step(rng, 16, 4, 3)
         beside.step(ids, padding)
         if number % 3 == 2:  # a host-driven step in between, planned on what the device left

@@ -56,9 +56,8 @@ class Beside:
         self.experts, self.slots, self.weights, self.warps = experts, slots, weights, warps
         self.device = torch.device(device)
         self.table = DeviceTable(experts, slots, self.device)
-        self.table.advise(weights, bias)
         self.planned = PageTable.empty(experts, slots)
-        self.planned.bias[:] = 0.0 if bias is None else bias
+        self.advise(bias)
         self.scratch = Scratch(experts, slots, self.device)
         self.scratch.ring = Ring(self.device, entries=8, ids=64)
         self.reader = RingReader(self.scratch.ring.words.numpy())
@@ -66,6 +65,11 @@ class Beside:
         layer: Any = SimpleNamespace(pool=pool, experts=experts, slots=slots, index=3)
         unused: Any = None
         self._resolver = DeviceResolver(layer, unused, unused, self.scratch)
+
+    def advise(self, bias: list[float] | None) -> None:
+        """Replace the bias of both."""
+        self.table.advise(self.weights, bias)
+        self.planned.bias[:] = 0.0 if bias is None else bias
 
     @property
     def misses(self) -> int:

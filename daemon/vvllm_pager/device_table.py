@@ -33,7 +33,7 @@ class DeviceTable:
         fields = {
             "last_used": ("f8", experts),
             "heat": ("f8", experts),
-            "bias": ("f8", experts),
+            "bias": ("f8", experts),  # advice: side by side with the weights
             "weights": ("f8", 3),
             "clock": ("f8", 1),
             "counted": ("i8", len(PHASES) * len(COUNTS)),
@@ -46,16 +46,18 @@ class DeviceTable:
             self._host if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
         )
         self.device: dict[str, torch.Tensor] = {}
-        views, offset = {}, 0
+        views, offset, starts = {}, 0, {}
         for name, (kind, count) in fields.items():
             views[name] = np.frombuffer(self._host.numpy(), np.dtype(kind), count, offset)
-            end = offset + views[name].nbytes
+            starts[name], end = offset, offset + views[name].nbytes
             self.device[name] = self._device[offset:end].view(_TORCH[kind])
             offset = end
+        self._advice = self._device[starts["bias"] : starts["clock"]].view(torch.float64)
         names = ("slot_of", "expert_in", "last_used", "heat", "bias", "clock")
         self.host = PageTable(*(views[name] for name in names))
         self._weights = views["weights"]
-        self._set_weights(Weights())
+        start = Weights()
+        self._weights[:] = start.heat, start.age, start.heat_decay
         self.host.slot_of.fill(EMPTY)
         self.host.expert_in.fill(EMPTY)
         self.write()
@@ -77,13 +79,13 @@ class DeviceTable:
             self._device.copy_(self._host, non_blocking=True)
 
     def advise(self, weights: Weights, bias: Sequence[float] | None) -> None:
-        """Replace the victim formula's weights and bias [E]; None is zeros. Between steps only."""
-        if self._device is not self._host:
-            self.read()
-            torch.cuda.current_stream(self._device.device).synchronize()
-        self._set_weights(weights)
-        self.host.bias[:] = 0.0 if bias is None else bias
-        self.write()
+        """Replace the victim formula's weights and bias [E] on the device; None is zeros. Between steps only.
+
+        Waits for nothing: a wait for the running step would leave the device idle before the next one.
+        """
+        biases = [0.0] * len(self.host.bias) if bias is None else bias
+        told = [*biases, weights.heat, weights.age, weights.heat_decay]
+        self._advice.copy_(torch.tensor(told, dtype=torch.float64), non_blocking=True)
 
     def forget_contents(self) -> None:
         """Nothing is resident, in `host` and, behind what is queued, on the device: a step failed in its middle."""
@@ -97,6 +99,3 @@ class DeviceTable:
         self.host.last_used.fill(0)
         self.host.heat.fill(0)
         self.host.clock.fill(0)
-
-    def _set_weights(self, weights: Weights) -> None:
-        self._weights[:] = weights.heat, weights.age, weights.heat_decay
