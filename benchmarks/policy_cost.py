@@ -2,67 +2,102 @@
 
     python benchmarks/policy_cost.py --layers 16 --slots 8
 
-Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and decodes the same
-prompt again and again, while the policy process is live and stopped (SIGSTOP) in turns, and then absent (killed until
-the daemon gives it up). It prints the median speed and misses of each, and its speed by that of live with the standard
-error of that: of each pair's ratio where live and stopped took turns, so that what drifts falls out. With few slots and
-enough layers the GPU and the link set the pace, as in a whole model; where the engine's Python does (five layers, say),
-runs differ by a tenth. Answers are long, since a GPU that was idle takes its time to come up to speed.
+Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and lets it answer
+the same prompt again and again. In the first answers the policy process is live and stopped (SIGSTOP) in turns of half
+a second or so, in the last it is absent (killed until the daemon gives it up). Turns within an answer are told apart by
+when each token comes, so that what drifts from answer to answer falls out; for absent it does not, and the error says
+so. With few slots and enough layers the GPU and the link set the pace, as in a whole model; where the engine's Python
+does (five layers, say), runs differ by a tenth.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
+import json
 import os
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from load_memory import daemon, status, write_checkpoint
 
-from vvllm_client import Client
-from vvllm_client.events import Usage
-from vvllm_client.requests import Sampling
-
-STATES = ("live", "stopped", "absent")
+TURN = 100
+"""Tokens."""
+SETTLES = 20
+"""Tokens of a turn that are not counted."""
 GRAPHS = """enforce_eager = false
 moe_backend = "triton"
 compilation_config = { mode = 0, cudagraph_mode = "FULL_DECODE_ONLY", cudagraph_capture_sizes = [1, 2, 4] }
 """
 
 
-@dataclass(frozen=True)
-class Run:
-    """One answer."""
+class Connection(http.client.HTTPConnection):
+    """To the daemon's socket."""
 
-    speed: float
-    """Tokens a second, its short prompt included."""
-    misses: float
-    """A token: a policy may change these, and with them the speed."""
+    def __init__(self, runtime: Path) -> None:
+        super().__init__("localhost")
+        self._path = str(runtime / "http.sock")
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.connect(self._path)
 
 
-def decode(runtime: Path, tokens: int) -> Run:
-    """Answer the prompt once (the text of random tokens is mostly empty)."""
-    before = status(runtime)["cache"]["misses"]
-    count, began = 0, time.perf_counter()
-    sampling = Sampling(max_tokens=tokens, temperature=0.0)
-    with Client(runtime / "http.sock").complete(
-        "Calculate 347 * 892 step by step", sampling=sampling
-    ) as stream:
-        for event in stream:
-            if isinstance(event, Usage):
-                count = event.completion_tokens
-    took = time.perf_counter() - began
-    assert count == tokens, f"the answer ended after {count} tokens"
-    time.sleep(0.5)  # the counters come a moment later
-    run = Run(count / took, (status(runtime)["cache"]["misses"] - before) / count)
-    print(f"{run.speed:.1f} tok/s, {run.misses:.1f} misses a token", file=sys.stderr, flush=True)
-    return run
+def arrivals(runtime: Path, tokens: int) -> Iterator[tuple[int, float]]:
+    """Of one answer: how many tokens there are, and when that many came."""
+    connection = Connection(runtime)
+    connection.request("GET", "/v1/models")
+    (model,) = json.loads(connection.getresponse().read())["data"]
+    body = {
+        "model": model["id"],
+        "prompt": "Calculate 347 * 892 step by step",
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    with connection.getresponse() as stream:
+        for line in stream:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                yield json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"], now
+
+
+def turns(runtime: Path, tokens: int, between: list[str], pid: int | None) -> dict[str, list[float]]:
+    """Tokens a second of each turn of an answer.
+
+    Args:
+        between: the states, in the order in which they take turns.
+        pid: of the policy process, which is stopped and goes on with them.
+    """
+    speeds: dict[str, list[float]] = {state: [] for state in between}
+    number, began = 0, (0, 0.0)
+    enter(between[0], pid)
+    for count, now in arrivals(runtime, tokens):
+        place = count - number * TURN
+        if place >= TURN:
+            if began[0]:
+                speeds[between[number % len(between)]].append((count - began[0]) / (now - began[1]))
+            number, began = number + 1, (0, 0.0)
+            enter(between[number % len(between)], pid)
+        elif place >= SETTLES and not began[0]:
+            began = count, now
+    enter("live", pid)
+    return speeds
+
+
+def enter(state: str, pid: int | None) -> None:
+    if pid is not None:
+        os.kill(pid, signal.SIGSTOP if state == "stopped" else signal.SIGCONT)
 
 
 def policy_pid(runtime: Path) -> int:
@@ -74,20 +109,6 @@ def policy_pid(runtime: Path) -> int:
     return int(pid)
 
 
-def decode_in(state: str, runtime: Path, tokens: int) -> Run:
-    """`decode` while the policy process is in one of `STATES`."""
-    if state == "absent":
-        return decode(runtime, tokens)
-    pid = policy_pid(runtime)
-    time.sleep(1.0)
-    if state == "stopped":
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        return decode(runtime, tokens)
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 def end_policy(runtime: Path) -> None:
     """Kill it until the daemon gives it up, as it does when one after the other dies soon."""
     while (policy := status(runtime)["policy"])["state"] != "off":
@@ -97,16 +118,36 @@ def end_policy(runtime: Path) -> None:
         time.sleep(0.2)
 
 
+def answer(runtime: Path, tokens: int, between: list[str], pid: int | None) -> dict[str, float]:
+    """`turns` once, by their medians; says what was missed, and what advice came meanwhile."""
+    before = status(runtime)
+    speeds = turns(runtime, tokens, between, pid)
+    time.sleep(0.1)  # the counters come a moment later
+    after = status(runtime)
+    misses = (after["cache"]["misses"] - before["cache"]["misses"]) / tokens
+    advice = after["policy"]["advice_applied"] - before["policy"]["advice_applied"]
+    medians = {state: statistics.median(found) for state, found in speeds.items()}
+    told = ", ".join(f"{state} {speed:.1f} tok/s" for state, speed in medians.items())
+    print(f"{told}; {misses:.2f} misses a token; {advice} pieces of advice", file=sys.stderr, flush=True)
+    return medians
+
+
+def report(name: str, ratios: list[float]) -> None:
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5
+    print(
+        f"{name}: {statistics.median(ratios):.4f} of live (mean {statistics.mean(ratios):.4f} ± {error:.4f})"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=2000)
+    parser.add_argument("--answers", type=int, default=5)
     parser.add_argument("--scratch", type=Path, default=Path.home())
     parser.add_argument("--log", type=Path, default=Path("policy_cost.log"))
     args = parser.parse_args()
-    runs: dict[str, list[Run]] = {state: [] for state in STATES}
     with tempfile.TemporaryDirectory(prefix="vvllm-bench-", dir=args.scratch) as scratch:
         model, runtime = Path(scratch, "model"), Path(scratch, "run")
         write_checkpoint(model, args.layers)
@@ -114,29 +155,19 @@ def main() -> None:
             while status(runtime)["stage"] != "ready":
                 assert process.poll() is None, args.log.read_text()[-4000:]
                 time.sleep(0.5)
-            decode(runtime, args.tokens)
-            for number in range(args.rounds):
-                turns = ("live", "stopped")
-                for state in turns if number % 2 == 0 else reversed(turns):
-                    runs[state].append(decode_in(state, runtime, args.tokens))
-            end_policy(runtime)
-            for _ in range(args.rounds):
-                runs["absent"].append(decode_in("absent", runtime, args.tokens))
+            pid = policy_pid(runtime)
+            answer(runtime, args.tokens, ["warm-up"], None)
+            # Whoever comes first in an answer has the shorter context.
+            orders = [["live", "stopped"], ["stopped", "live"]]
+            both = [answer(runtime, args.tokens, orders[i % 2], pid) for i in range(args.answers)]
             traced = status(runtime)["cache"]["traces_sent"]
-    live = [run.speed for run in runs["live"]]
-    for state, found in runs.items():
-        speeds = [run.speed for run in found]
-        middle, misses = statistics.median(speeds), statistics.median(run.misses for run in found)
-        spread = f"{min(speeds):.1f} … {max(speeds):.1f}"
-        # Absent came after both, so its ratios are to the mean of live.
-        beside = [statistics.mean(live)] * len(speeds) if state == "absent" else live
-        ratios = [speed / other for speed, other in zip(speeds, beside, strict=True)]
-        error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        print(
-            f"{state:8} {middle:7.1f} tok/s ({spread}), {statistics.mean(ratios):.4f} ± {error:.4f} of live; "
-            f"{misses:.1f} misses a token"
-        )
-    print(f"{traced} traces were sent")
+            end_policy(runtime)
+            answer(runtime, args.tokens, ["warm-up"], None)
+            alone = [answer(runtime, args.tokens, ["absent"], None) for _ in range(args.answers)]
+    live = statistics.median(found["live"] for found in both)
+    print(f"live: {live:.1f} tok/s, the median of {args.answers} answers; {traced} traces were sent")
+    report("stopped", [found["stopped"] / found["live"] for found in both])
+    report("absent", [found["absent"] / live for found in alone])
 
 
 if __name__ == "__main__":
