@@ -68,7 +68,8 @@ def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str 
     """vLLM's name of the kernel for a checkpoint's experts; None where the choice is left to vLLM.
 
     Of those that the pager takes: Triton computes with what its operands are, Marlin with 16 bits, whatever the
-    weights are.
+    weights are. Where inputs have one scale for a whole batch, found while it runs, only Marlin, which needs none,
+    computes a batch in rounds as in one piece.
 
     Args:
         quantization: as of `quantization`.
@@ -81,7 +82,8 @@ def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str 
     if method in _FOUR_BITS:
         return "marlin"
     if method in ("fp8", "fbgemm_fp8"):
-        return fp8
+        by_rows = method == "fbgemm_fp8" or quantization.get("weight_block_size")
+        return fp8 if by_rows or quantization.get("activation_scheme") == "static" else "marlin"
     if method.startswith("modelopt"):
         algorithm = _algorithm_of_experts(quantization)
         return "marlin" if "NVFP4" in algorithm else fp8 if algorithm.startswith("FP8") else None
@@ -117,8 +119,11 @@ def _of_group(group: Mapping[str, Any], form: str, fp8: str) -> str | None:
     if bits == 4:
         # Integers with quantized inputs have kernels of their own.
         return "marlin" if floats or inputs is None else None
+    if bits == 8 and floats:
+        whole_batch = _table(inputs).get("dynamic") is True and _table(inputs).get("strategy") == "tensor"
+        return "marlin" if inputs is None or whole_batch else fp8
     if bits == 8:
-        return "marlin" if inputs is None else fp8 if floats else "triton"
+        return "marlin" if inputs is None else "triton"
     return None
 
 
