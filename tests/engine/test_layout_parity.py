@@ -1,5 +1,5 @@
-"""Qwen3.5's and 3.6's checkpoints as they are published, served as text: prefixes, stacks of experts, a vision tower
-and a draft layer that are there or not, and experts in another format than the rest."""
+"""Qwen3.5's, 3.6's and Gemma 4's checkpoints as they are published, served as text: prefixes, stacks of experts, a
+vision tower and a draft layer that are there or not, and experts in another format than the rest."""
 
 from __future__ import annotations
 
@@ -57,27 +57,41 @@ def compare(model: Path) -> list[bool]:
     return list(json.loads(line.removeprefix("EQUAL")))
 
 
+def checkpoint(family: str, scheme: str, extras: bool, folder: Path) -> Path:
+    plain = layouts.LAYOUTS[family](folder / "plain", fused=scheme == "bf16", extras=extras)
+    return plain if scheme == "bf16" else formats.quantize(plain, folder / scheme, scheme)
+
+
 @pytest.mark.parametrize(
-    ("scheme", "extras"),
+    ("family", "scheme", "extras"),
     [
-        pytest.param("int4_groups", True, marks=needs_amx),
-        pytest.param("bf16", True, marks=pytest.mark.slow),
-        pytest.param("bf16", False, marks=pytest.mark.slow),
-        pytest.param("gptq", True, marks=[pytest.mark.slow, needs_amx]),
+        pytest.param("qwen3_5_moe", "int4_groups", True, marks=needs_amx),
+        pytest.param("qwen3_5_moe", "bf16", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "bf16", False, marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "gptq", True, marks=[pytest.mark.slow, needs_amx]),
+        pytest.param("gemma4", "bf16", True, marks=pytest.mark.slow),
+        pytest.param("gemma4", "bf16", False, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_and_logprobs_equal_stock(
-    scheme: str, extras: bool, tmp_path: Path, record_parity: Callable[..., None]
+    family: str, scheme: str, extras: bool, tmp_path: Path, record_parity: Callable[..., None]
 ) -> None:
-    plain = layouts.qwen3_5_moe(tmp_path / "plain", fused=scheme == "bf16", extras=extras)
-    model = plain if scheme == "bf16" else formats.quantize(plain, tmp_path / scheme, scheme)
-    assert compare(model) == [True] * len(SLOTS)
-    record_parity("qwen3_5_moe", scheme, slots=SLOTS, experts=layouts.EXPERTS)
+    assert compare(checkpoint(family, scheme, extras, tmp_path)) == [True] * len(SLOTS)
+    record_parity(family, scheme, slots=SLOTS, experts=layouts.EXPERTS)
 
 
-@pytest.mark.parametrize("scheme", ["nvfp4_modelopt_mixed", "nvfp4_groups", "int4_groups"])
-@pytest.mark.parametrize("extras", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_such_a_checkpoint_is_found_whole(scheme: str, extras: bool, tmp_path: Path) -> None:
-    plain = layouts.qwen3_5_moe(tmp_path / "plain", fused=False, extras=extras)
-    found = validate(formats.quantize(plain, tmp_path / scheme, scheme))
+@pytest.mark.parametrize(
+    ("family", "scheme", "extras"),
+    [
+        *(
+            ("qwen3_5_moe", scheme, True)
+            for scheme in ("nvfp4_modelopt_mixed", "nvfp4_groups", "int4_groups")
+        ),
+        ("gemma4", "nvfp4", True),
+        pytest.param("qwen3_5_moe", "nvfp4_groups", False, marks=pytest.mark.slow),
+        pytest.param("gemma4", "nvfp4", False, marks=pytest.mark.slow),
+    ],
+)
+def test_such_a_checkpoint_is_found_whole(family: str, scheme: str, extras: bool, tmp_path: Path) -> None:
+    found = validate(checkpoint(family, scheme, extras, tmp_path))
     assert (found.experts, found.top_k, found.moe_layers) == (layouts.EXPERTS, layouts.TOP_K, (0, 1, 2))
