@@ -41,7 +41,8 @@ def _qwen2_moe(**overrides: Any) -> Any:
 def _deepseek_v2(**overrides: Any) -> Any:
     from transformers import DeepseekV2Config
 
-    # The first layer is dense. Latent 512 + rotary 64 is the one MLA shape that the CPU backend computes.
+    # The first layer is dense. Latent 512 + rotary 64 is the one MLA shape that the CPU backend computes, and with
+    # heads of 128 the one for which vLLM has a prefill on every GPU.
     shape = {
         "num_hidden_layers": 3,
         "num_key_value_heads": 4,
@@ -50,8 +51,8 @@ def _deepseek_v2(**overrides: Any) -> Any:
         "kv_lora_rank": 512,
         "q_lora_rank": None,
         "qk_rope_head_dim": 64,
-        "qk_nope_head_dim": 32,
-        "v_head_dim": 32,
+        "qk_nope_head_dim": 128,
+        "v_head_dim": 128,
         "first_k_dense_replace": 1,
         "n_routed_experts": 16,
         "n_shared_experts": 1,

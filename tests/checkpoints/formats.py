@@ -47,6 +47,8 @@ _GROUP = 64
 _BLOCK = 128
 _LARGEST_INPUT = 16.0
 """Nothing is calibrated here."""
+_INPUT_BY_WEIGHT = 30.0
+"""The largest input of an expert by its largest weight: so they differ, as calibration finds them."""
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,18 @@ def _each(pack: Callable[[Tensor], packing.Packed]) -> Callable[[Matrices], pack
 
 
 def _sharing(pack: Callable[[Tensor, float, float], packing.Packed]) -> Callable[[Matrices], packing.Packed]:
-    """A format in which matrices that vLLM fuses share a global scale: an expert's gate and up projection."""
+    """A format in which matrices that vLLM fuses share a global scale: an expert's gate and up projection.
+
+    Args:
+        pack: of a weight, and the largest weight and input of all that share.
+    """
 
     def block(matrices: Matrices) -> packing.Packed:
         packed: packing.Packed = {}
         for projection, weight in matrices.items():
             fused = [w for p, w in matrices.items() if (p in _DOWN) == (projection in _DOWN)]
             largest = max(float(w.abs().max()) for w in fused)
-            tensors = pack(weight, largest, _LARGEST_INPUT)
+            tensors = pack(weight, largest, _INPUT_BY_WEIGHT * largest)
             packed |= {f"{projection}.{end}": tensor for end, tensor in tensors.items()}
         return packed
 
@@ -289,9 +295,8 @@ FORMATS: dict[str, Format] = {
         _fp8_config(weight_block_size=[_BLOCK, _BLOCK]),
     ),
     "fp8": Format(_each(lambda weight: packing.fp8_tensor(weight, None)), _fp8_config()),
-    # Each expert with largest inputs of its own, as calibration finds them; gate and up projection share theirs.
     "fp8_static": Format(
-        _sharing(lambda weight, largest, _: packing.fp8_tensor(weight, 30 * largest)),
+        _sharing(lambda weight, _, largest_input: packing.fp8_tensor(weight, largest_input)),
         _fp8_config(activation_scheme="static"),
     ),
 }

@@ -1,91 +1,19 @@
-"""On a real GPU: decode inside CUDA graphs gives stock's tokens and logprobs, whatever pages and however."""
+"""On a real GPU: decode inside CUDA graphs, however vLLM is told to serve, gives stock's tokens and logprobs."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from parity import LONG, MEDIUM, SHORT, ask, engine_args, prompt
+from tiny import BATCHES, FULL, backend
 
-import zoo
-from checkpoints import formats
 from vvllm_msd.verify_engine import set_environment
 
 pytestmark = pytest.mark.gpu
-
-EXPERTS = 32
-TOP_K = {"qwen3_moe": 4, "qwen2_moe": 4, "glm4_moe": 4, "olmoe": 4, "mixtral": 2, "gpt_oss": 4}
-OF = {"glm4_moe": "n_routed_experts", "mixtral": "num_local_experts", "gpt_oss": "num_local_experts"}
-"""What a family's config calls its number of experts, where that is not `num_experts`."""
-FULL: dict[str, Any] = {
-    "enforce_eager": False,
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [1, 2, 4],
-    },
-}
-BATCHES = [
-    [SHORT],
-    *([prompt(4 + 3 * i, 10 + i) for i in range(count)] for count in (2, 3, 4)),
-    [MEDIUM],
-    [LONG],
-    [SHORT],
-]
-"""Decode of one to four, alone and after prompts that the host pages for; three are padded to four."""
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """A tiny model of a family: bf16, or in one of `formats.FORMATS`, or mxfp4."""
-    made: dict[tuple[str, str], Path] = {}
-
-    def get(family: str, scheme: str) -> Path:
-        if (family, scheme) not in made:
-            folder = tmp_path_factory.mktemp("graphs")
-            shape = formats.SHAPE[family] | {OF.get(family, "num_experts"): EXPERTS}
-            plain = zoo.make(family, folder / "bf16", **shape)
-            made[family, scheme] = (
-                plain if scheme == "bf16" else formats.quantize(plain, folder / scheme, scheme)
-            )
-        return made[family, scheme]
-
-    return get
-
-
-def backend(scheme: str) -> dict[str, Any]:
-    return {"moe_backend": "triton" if scheme.startswith(("bf16", "fp8", "int8")) else "marlin"}
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [
-        *(
-            (family, scheme)
-            for family in sorted(TOP_K)
-            for scheme in ("bf16", "int4", "nvfp4")
-            if family != "gpt_oss"
-        ),
-        *(("qwen3_moe", scheme) for scheme in sorted(formats.FORMATS.keys() - {"int4", "nvfp4"})),
-        ("gpt_oss", "mxfp4"),
-    ],
-)
-def test_full_graphs_equal_stock(
-    family: str, scheme: str, model: Callable[[str, str], Path], record_parity: Callable[..., None]
-) -> None:
-    """Slots = top_k (four requests take four rounds), 3 x top_k and a quarter; poison in every free slot."""
-    path, arguments = model(family, scheme), FULL | backend(scheme)
-    reference = ask(path, BATCHES, None, **arguments)
-    sizes = sorted({TOP_K[family], 3 * TOP_K[family], EXPERTS // 4})
-    for slots in sizes:
-        assert ask(path, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots
-    record_parity(family, scheme, slots=sizes, experts=EXPERTS)
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "int4"])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from parity import LONG, MEDIUM, SHORT, ask, prompt
+from tiny import OF_FAMILY
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +21,7 @@ BATCHES = [[SHORT], [MEDIUM], [LONG], [prompt(4 + 3 * i, 10 + i) for i in range(
 def test_tokens_and_logprobs_equal_stock(family: str, zoo_model: Callable[[str], Path]) -> None:
     """Decode and prefill in rounds: on a GPU the partial results are rows that stock has too."""
     model = zoo_model(family)
-    reference = ask(model, BATCHES, None)
+    arguments = OF_FAMILY.get(family, {})
+    reference = ask(model, BATCHES, None, **arguments)
     for slots in (4, 8):
-        assert ask(model, BATCHES, {"slots": slots, "poison": True}) == reference, slots
+        assert ask(model, BATCHES, {"slots": slots, "poison": True}, **arguments) == reference, slots

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.experts import marlin_moe
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from parity import SHORT, ask, prompt
+from vllm.model_executor.layers.fused_moe.experts import marlin_moe
 
 import zoo
 from checkpoints import formats
