@@ -14,11 +14,14 @@ from typing import Any
 
 FORMATS: dict[str, str] = {
     "bf16": "bf16",
+    "fp16": "fp16",
     "nvfp4_modelopt_mixed": "NVFP4 experts, FP8 attention (ModelOpt, MIXED_PRECISION)",
     "nvfp4_groups": "NVFP4 experts, FP8 dense (compressed-tensors, several groups)",
     "int4_groups": "INT4 experts, FP8 dense (compressed-tensors, several groups)",
     "nvfp4": "NVFP4 (compressed-tensors)",
     "nvfp4_modelopt": "NVFP4 (ModelOpt)",
+    "nvfp4_emulation": "NVFP4 (compressed-tensors), by Triton (moe_backend emulation)",
+    "nvfp4_modelopt_emulation": "NVFP4 (ModelOpt), by Triton (moe_backend emulation)",
     "int4": "INT4, symmetric (compressed-tensors)",
     "int4_asymmetric": "INT4, with zero points (compressed-tensors)",
     "gptq": "INT4 (GPTQ)",

@@ -22,9 +22,10 @@ ROUTING_SPACE = frozenset({"e_score_correction_bias", "hash_indices_table"})
 """Parameters of the container that the router reads; as vLLM's own list in
 `RoutedExperts.get_expert_weights` (routed_experts.py:1316)."""
 
-_MAY_BE_THE_SAME = ("weight_shape", "zero_point", "qzeros")
+_MAY_BE_THE_SAME = ("weight_shape", "zero_point", "qzeros", "input_scale", "input_global_scale")
 """Ends of names of per-expert tensors that many checkpoints have without need: no kernel reads the shapes (they are for
-compressed-tensors' own decoder), and where weights are symmetric each zero point is the middle of the range."""
+compressed-tensors' own decoder), where weights are symmetric each zero point is the middle of the range, and the static
+scales of inputs are one for all experts (`loading.LayerLoader.share_input_scales`)."""
 
 _ALIGN = 16  # a row starts where 16-byte loads may
 _RECORD_ALIGN = 256  # and a record where a copy engine's bursts may

@@ -12,6 +12,9 @@ from vllm.model_executor.layers.fused_moe import override_config
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts import triton_moe
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import MarlinExperts, _fused_marlin_moe
+from vllm.model_executor.layers.fused_moe.experts.nvfp4_emulation_moe import (
+    Nvfp4QuantizationEmulationTritonExperts as Nvfp4TritonExperts,
+)
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
 from vllm.model_executor.layers.fused_moe.fused_moe import try_get_optimal_moe_config
 from vllm.scalar_type import ScalarType
@@ -63,6 +66,15 @@ class SlotTriton(SlotKernel, TritonExperts):
         for launch in self.rounds:
             with _aligned_for(self.experts):
                 super().apply(topk_ids=launch.slots, **named)
+
+
+class SlotNvfp4Triton(SlotKernel, Nvfp4TritonExperts):
+    """NVFP4 by Triton, widened while it is multiplied: as `SlotTriton`, but vLLM aligns batches of any size."""
+
+    def apply(self, *, topk_ids: torch.Tensor, **named: Any) -> None:
+        """vLLM's, round after round."""
+        for launch in self.rounds:
+            super().apply(topk_ids=launch.slots, **named)
 
 
 class SlotMarlin(SlotKernel, MarlinExperts):
@@ -164,7 +176,11 @@ def _aligned_for(experts: int) -> Iterator[None]:
         triton_moe._prepare_expert_assignment = prepare
 
 
-_ON_SLOTS: dict[type, type[SlotKernel]] = {TritonExperts: SlotTriton, MarlinExperts: SlotMarlin}
+_ON_SLOTS: dict[type, type[SlotKernel]] = {
+    TritonExperts: SlotTriton,
+    Nvfp4TritonExperts: SlotNvfp4Triton,
+    MarlinExperts: SlotMarlin,
+}
 
 
 def put_on_slots(layer: PagedExperts) -> SlotKernel:
@@ -197,6 +213,8 @@ def put_on_slots(layer: PagedExperts) -> SlotKernel:
 
 def _scales_whole_batch(kernel: Any) -> bool:
     """Whether the second GEMM's input has one dynamic scale for all rows (triton_moe.py, `a2_scale_is_global`)."""
+    if isinstance(kernel, Nvfp4TritonExperts):  # static, and with a dynamic one for every 16 values
+        return False
     dynamic = kernel.quant_dtype is not None and kernel.a2_scale is None and kernel.block_shape is None
     whole = not kernel.per_act_token_quant or kernel.quantization_emulation
     return isinstance(kernel, TritonExperts) and dynamic and whole
@@ -245,7 +263,7 @@ def stock_launch(layer: PagedExperts, x: torch.Tensor, top_k: int) -> AbstractCo
         top_k,
         kernel.quant_config.config_name(x.dtype),
         len(x),
-        block_shape=kernel.block_shape,
+        block_shape=None if isinstance(kernel, Nvfp4TritonExperts) else kernel.block_shape,
     )
     context: AbstractContextManager[Any] = override_config(config)
     return context

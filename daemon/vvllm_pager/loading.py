@@ -30,9 +30,15 @@ Raw = dict[str, torch.Tensor]
 _IDLE_BYTES = 512 << 20
 """Of VRAM that may lie idle while loading: a chunk's tensors may use it again, and giving it back costs time."""
 
-_INPUT_SCALES = ("w13_input_scale", "w2_input_scale")
-"""Static scales of activations, [E] or [E, 2]. Where Triton or Marlin read them, vLLM takes the largest of all experts
-(fp8_utils.py, `process_fp8_input_tensor_strategy_moe`; modelopt.py): the input is quantised once for all."""
+_LARGEST_INPUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "w13_input_scale": torch.amax,
+    "w2_input_scale": torch.amax,
+    "w13_input_global_scale": torch.amin,  # how often an input fits into the range
+    "w2_input_global_scale": torch.amin,
+}
+"""Static scales of activations, [E] or [E, 2], and which of them vLLM takes for all experts where a kernel that runs on
+slots reads them: the input is quantised once (fp8_utils.py, `process_fp8_input_tensor_strategy_moe`; modelopt.py;
+oracle/nvfp4.py, `EMULATION`)."""
 
 
 class LayerLoader:
@@ -100,11 +106,10 @@ class LayerLoader:
         return {(names.get(param, "?"), shard): experts for (param, shard), experts in self._arrived.items()}
 
     def share_input_scales(self) -> None:
-        """Give each expert the largest, before chunks are made: a chunk would take the largest of its own."""
-        for name in _INPUT_SCALES:
-            scale = self.raw().get(name)
-            if scale is not None:
-                scale.fill_(scale.amax())
+        """Give each expert that of the largest input, before chunks are made: a chunk would take its own largest."""
+        raw = self.raw()
+        for name in _LARGEST_INPUT.keys() & raw.keys():
+            raw[name].fill_(_LARGEST_INPUT[name](raw[name]))
 
     def build(self, raw: Raw, experts: range) -> dict[str, torch.Tensor]:
         """Build, fill and process a layer of only these experts on the device.
