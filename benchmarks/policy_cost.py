@@ -4,10 +4,10 @@
 
 Serves a random checkpoint in the shape of Qwen3-30B-A3B (its first layers) with `vvllm-msd serve` and lets it answer
 the same prompt again and again. In the first answers the policy process is live and stopped (SIGSTOP) in turns of half
-a second or so, in the last it is absent (killed until the daemon gives it up). Turns within an answer are told apart by
-when each token comes, so that what drifts from answer to answer falls out; for absent it does not, and the error says
-so. With few slots and enough layers the GPU and the link set the pace, as in a whole model; where the engine's Python
-does (five layers, say), runs differ by a tenth.
+a second or so, in the last it is absent (killed until the daemon gives it up). Each turn is compared with the same turn
+of other answers, which has the same text: some texts miss more than others. What drifts from answer to answer falls out
+for stopped, and not for absent. With few slots and enough layers the GPU and the link set the pace, as in a whole
+model; where the engine's Python does (five layers, say), runs differ by a tenth.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from load_memory import daemon, status, write_checkpoint
+
+Turns = list[tuple[str, float]]
+"""Of an answer, in order: the state of the policy process, and tokens a second."""
 
 TURN = 100
 """Tokens."""
@@ -72,27 +75,26 @@ def arrivals(runtime: Path, tokens: int) -> Iterator[tuple[int, float]]:
                 yield json.loads(line.removeprefix(b"data: "))["usage"]["completion_tokens"], now
 
 
-def turns(runtime: Path, tokens: int, between: list[str], pid: int | None) -> dict[str, list[float]]:
-    """Tokens a second of each turn of an answer.
+def turns(runtime: Path, tokens: int, between: list[str], pid: int | None) -> Turns:
+    """One answer.
 
     Args:
         between: the states, in the order in which they take turns.
         pid: of the policy process, which is stopped and goes on with them.
     """
-    speeds: dict[str, list[float]] = {state: [] for state in between}
-    number, began = 0, (0, 0.0)
+    found: Turns = []
+    began = (0, 0.0)
     enter(between[0], pid)
     for count, now in arrivals(runtime, tokens):
-        place = count - number * TURN
+        place = count - len(found) * TURN
         if place >= TURN:
-            if began[0]:
-                speeds[between[number % len(between)]].append((count - began[0]) / (now - began[1]))
-            number, began = number + 1, (0, 0.0)
-            enter(between[number % len(between)], pid)
+            found.append((between[len(found) % len(between)], (count - began[0]) / (now - began[1])))
+            began = (0, 0.0)
+            enter(between[len(found) % len(between)], pid)
         elif place >= SETTLES and not began[0]:
             began = count, now
     enter("live", pid)
-    return speeds
+    return found
 
 
 def enter(state: str, pid: int | None) -> None:
@@ -118,25 +120,34 @@ def end_policy(runtime: Path) -> None:
         time.sleep(0.2)
 
 
-def answer(runtime: Path, tokens: int, between: list[str], pid: int | None) -> dict[str, float]:
-    """`turns` once, by their medians; says what was missed, and what advice came meanwhile."""
+def answer(runtime: Path, tokens: int, between: list[str], pid: int | None) -> Turns:
+    """`turns` once; says what was missed, and what advice came meanwhile."""
     before = status(runtime)
-    speeds = turns(runtime, tokens, between, pid)
+    found = turns(runtime, tokens, between, pid)
     time.sleep(0.1)  # the counters come a moment later
     after = status(runtime)
     misses = (after["cache"]["misses"] - before["cache"]["misses"]) / tokens
     advice = after["policy"]["advice_applied"] - before["policy"]["advice_applied"]
-    medians = {state: statistics.median(found) for state, found in speeds.items()}
+    medians = {state: statistics.median(speed for of, speed in found if of == state) for state in between}
     told = ", ".join(f"{state} {speed:.1f} tok/s" for state, speed in medians.items())
     print(f"{told}; {misses:.2f} misses a token; {advice} pieces of advice", file=sys.stderr, flush=True)
-    return medians
+    return found
 
 
-def report(name: str, ratios: list[float]) -> None:
-    error = statistics.stdev(ratios) / len(ratios) ** 0.5
-    print(
-        f"{name}: {statistics.median(ratios):.4f} of live (mean {statistics.mean(ratios):.4f} ± {error:.4f})"
-    )
+def report(answers: list[Turns]) -> None:
+    """Speeds by that of live, turn by turn: the same turn of each answer has the same text."""
+    ratios: dict[str, list[float]] = {}
+    for turn in zip(*answers, strict=True):
+        speeds: dict[str, list[float]] = {}
+        for state, speed in turn:
+            speeds.setdefault(state, []).append(speed)
+        for state, mine in speeds.items():
+            ratios.setdefault(state, []).append(statistics.median(mine) / statistics.median(speeds["live"]))
+    for state in ("stopped", "absent"):
+        found = ratios[state]
+        middle, mean = statistics.median(found), statistics.mean(found)
+        error = statistics.stdev(found) / len(found) ** 0.5
+        print(f"{state}: {middle:.4f} of live (mean {mean:.4f} ± {error:.4f}), over {len(found)} turns")
 
 
 def main() -> None:
@@ -144,7 +155,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--answers", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3, help="of answers")
     parser.add_argument("--scratch", type=Path, default=Path.home())
     parser.add_argument("--log", type=Path, default=Path("policy_cost.log"))
     args = parser.parse_args()
@@ -157,17 +168,15 @@ def main() -> None:
                 time.sleep(0.5)
             pid = policy_pid(runtime)
             answer(runtime, args.tokens, ["warm-up"], None)
-            # Whoever comes first in an answer has the shorter context.
-            orders = [["live", "stopped"], ["stopped", "live"]]
-            both = [answer(runtime, args.tokens, orders[i % 2], pid) for i in range(args.answers)]
+            # Each turn is once the one's and once the other's.
+            orders = [["live", "stopped"], ["stopped", "live"]] * args.pairs
+            answers = [answer(runtime, args.tokens, order, pid) for order in orders]
             traced = status(runtime)["cache"]["traces_sent"]
             end_policy(runtime)
             answer(runtime, args.tokens, ["warm-up"], None)
-            alone = [answer(runtime, args.tokens, ["absent"], None) for _ in range(args.answers)]
-    live = statistics.median(found["live"] for found in both)
-    print(f"live: {live:.1f} tok/s, the median of {args.answers} answers; {traced} traces were sent")
-    report("stopped", [found["stopped"] / found["live"] for found in both])
-    report("absent", [found["absent"] / live for found in alone])
+            answers += [answer(runtime, args.tokens, ["absent"], None) for _ in orders]
+    print(f"{traced} traces were sent")
+    report(answers)
 
 
 if __name__ == "__main__":
