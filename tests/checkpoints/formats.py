@@ -106,7 +106,9 @@ def _by_module(tensors: Mapping[str, Tensor], form: Format) -> tuple[dict[str, T
         written |= {f"{block}.{end}": tensor for end, tensor in pack(matrices).items()}
     quantized = [f"{block}.{projection}" for block, matrices in blocks.items() for projection in matrices]
     # Unfused names, each on its own, as the tools list them: vLLM asks for all parts of a fused layer.
-    left = [name.removesuffix(".weight") for name, tensor in others.items() if tensor.dim() == 2]
+    left = {name.removesuffix(".weight") for name, tensor in others.items() if tensor.dim() == 2}
+    # Even of those that a layer whose keys are its values does not have.
+    left |= {name.replace("k_proj", "v_proj") for name in left}
     return written, form.config(sorted(quantized), sorted(left))
 
 

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path
         if family in layouts.LAYOUTS:
             plain = layouts.LAYOUTS[family](folder / "plain", fused=stored, extras=True)
         else:
-            shape: dict[str, Any] = formats.SHAPE[family] | {OF.get(family, "num_experts"): EXPERTS}
+            shape: dict[str, Any] = formats.SHAPE.get(family, {}) | {OF.get(family, "num_experts"): EXPERTS}
             dtype = "float16" if scheme == "fp16" else "bfloat16"
             plain = zoo.make(family, folder / "plain", dtype=dtype, **shape)
         return plain if stored else formats.quantize(plain, folder / scheme, scheme)

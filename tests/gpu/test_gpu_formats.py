@@ -71,19 +71,20 @@ def test_nvfp4_by_triton_equals_stock(scheme: str, model: Model, record_parity: 
 def test_an_expert_that_comes_without_one_of_its_tensors_is_seen(
     family: str, scheme: str, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that is moved could stay behind."""
+    """Nothing that is moved could stay behind. What is left out stays that of another expert: no poison, since vLLM's
+    sampler ends the process when it meets NaN."""
     path, arguments = model(family, scheme), serving(family, scheme)
-    batches, cache = [[[7]], [[9]]], {"slots": 4, "poison": True}
+    batches, slots = [[[7]], [[9]]], {"slots": 4}
     reference = ask(path, batches, None, **arguments)
     monkeypatch.setattr(loading, "SlotPool", _Incomplete)
-    assert ask(path, batches, cache, **arguments) == reference
-    parts = list(_Incomplete.parts)
+    assert ask(path, batches, slots, **arguments) == reference
     unseen = []
-    for name in parts:
+    for name in (parts := _Incomplete.parts):
         monkeypatch.setattr(_Incomplete, "left_out", name)
-        if ask(path, batches, cache, **arguments) == reference:
+        if ask(path, batches, slots, **arguments) == reference:
             unseen.append(name)
-    assert not unseen, f"of {parts}"
+    print(f"{family} {scheme} moves {parts}")
+    assert not unseen, parts
 
 
 class _Incomplete(SlotPool):

@@ -38,7 +38,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     # flashinfer's kernel for it, which vLLM prefers on Hopper, may not be installed.
     "qwen3_next": {"gdn_prefill_backend": "triton"},
     "qwen3_5_moe": {"gdn_prefill_backend": "triton", "language_model_only": True},
-    "gemma4": {"language_model_only": True},
+    # FlashAttention 4, which vLLM takes for its heads of two sizes, needs cutlass-dsl, which may not be there either.
+    "gemma4": {"language_model_only": True, "attention_backend": "TRITON_ATTN"},
 }
 """Arguments that a family needs."""
 
