@@ -22,10 +22,15 @@ ROUTING_SPACE = frozenset({"e_score_correction_bias", "hash_indices_table"})
 """Parameters of the container that the router reads; as vLLM's own list in
 `RoutedExperts.get_expert_weights` (routed_experts.py:1316)."""
 
-_MAY_BE_THE_SAME = ("weight_shape", "zero_point", "qzeros", "input_scale", "input_global_scale")
-"""Ends of names of per-expert tensors that many checkpoints have without need: no kernel reads the shapes (they are for
-compressed-tensors' own decoder), where weights are symmetric each zero point is the middle of the range, and the static
-scales of inputs are one for all experts (`loading.LayerLoader.share_input_scales`)."""
+_UNREAD = ("weight_shape", "weight_global_scale")
+"""Ends of names of a container's parameters that its kernel does not read, where nothing else refers to them: shapes
+are for compressed-tensors' own decoder, and of its global scales for NVFP4 vLLM keeps the inverse beside them
+(compressed_tensors_moe_w4a4_nvfp4.py, `w13_scale_2`). With `poison` they are NaN: each test of parity shows it."""
+
+_MAY_BE_THE_SAME = ("zero_point", "qzeros", "input_scale", "input_global_scale")
+"""Ends of names of per-expert tensors that many checkpoints have without need: where weights are symmetric each zero
+point is the middle of the range, and the static scales of inputs are one for all experts
+(`loading.LayerLoader.share_input_scales`)."""
 
 _ALIGN = 16  # a row starts where 16-byte loads may
 _RECORD_ALIGN = 256  # and a record where a copy engine's bursts may
@@ -95,19 +100,44 @@ def kernel_tensors(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     Raises:
         UnsupportedError: an object that may hide tensors and whose type is unknown.
     """
+    unread = unread_parameters(layer)
+    parameters = {
+        name: parameter
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name not in ROUTING_SPACE and name not in unread
+    }
     found: dict[str, torch.Tensor] = {}
-    seen_memory: set[tuple[int, torch.Size, torch.dtype]] = set()
-    method: Any = layer.quant_method
-    parameters = {n: p for n, p in layer.named_parameters(recurse=False) if n not in ROUTING_SPACE}
-    roots = [("", parameters), ("quant_config", method.moe_quant_config), ("kernel", method.moe_kernel)]
-    visited: set[int] = {id(layer), id(method)}
-    for prefix, root in roots:
-        for name, tensor in _walk(prefix, root, visited, layer):
-            memory = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-            if tensor.numel() and memory not in seen_memory:
-                seen_memory.add(memory)
-                found[name] = tensor
+    seen: set[_Memory] = set()
+    visited = {id(layer), id(layer.quant_method)}
+    for name, tensor in (*_walk("", parameters, visited, layer), *_held(layer, visited)):
+        if tensor.numel() and _memory(tensor) not in seen:
+            seen.add(_memory(tensor))
+            found[name] = tensor
     return found
+
+
+def unread_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Per-expert parameters of the container that its kernel does not read, by name: no expert needs its own."""
+    held = {_memory(tensor) for _, tensor in _held(layer, {id(layer), id(layer.quant_method)})}
+    return {
+        name: parameter.data
+        for name, parameter in layer.named_parameters(recurse=False)
+        if name.endswith(_UNREAD) and _memory(parameter.data) not in held
+    }
+
+
+_Memory = tuple[int, torch.Size, torch.dtype]
+
+
+def _memory(tensor: torch.Tensor) -> _Memory:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype
+
+
+def _held(layer: torch.nn.Module, visited: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """What hangs on the kernel and on its quant config."""
+    method: Any = layer.quant_method
+    yield from _walk("quant_config", method.moe_quant_config, visited, layer)
+    yield from _walk("kernel", method.moe_kernel, visited, layer)
 
 
 _PLAIN = (

@@ -17,7 +17,7 @@ import torch
 
 from vvllm_pager import bundle, kernel
 from vvllm_pager.bundle import BundleLayout, rows_as_bytes
-from vvllm_pager.slot_pool import SlotPool
+from vvllm_pager.slot_pool import SlotPool, fill_with_nan
 from vvllm_shared.board import Phase
 from vvllm_shared.errors import CheckpointError, VvllmError
 
@@ -187,6 +187,8 @@ class LayerLoader:
         pool = SlotPool(slots, records, layer.layout)
         if paging.settings.poison:
             pool.poison()
+            for unread in bundle.unread_parameters(layer).values():
+                fill_with_nan(unread)
         layer.loaded(pool)
 
 

@@ -49,7 +49,12 @@ class SlotPool:
     def poison(self) -> None:
         """Fill every slot with NaN. Only while nothing is resident."""
         for rows, _ in self._rows:
-            rows.fill_(_POISON)
+            fill_with_nan(rows)
+
+
+def fill_with_nan(tensor: torch.Tensor) -> None:
+    """Poison a tensor of any dtype, in place."""
+    rows_as_bytes(tensor).fill_(_POISON)
 
 
 def _tiles(rows: torch.Tensor, part: Part) -> Iterator[tuple[int, int, int, int, int]]:

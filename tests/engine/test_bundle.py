@@ -11,6 +11,9 @@ import pytest
 import torch
 from parity import MEDIUM, SHORT, ask
 
+from vvllm_pager import loading
+from vvllm_pager.bundle import BundleLayout
+from vvllm_pager.slot_pool import SlotPool
 from vvllm_shared.errors import UnsupportedError
 
 pytestmark = pytest.mark.engine
@@ -35,6 +38,24 @@ def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Ca
     model = toy_model("plain")
     paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
     assert paged == ask(model, [[SHORT], [MEDIUM]], None)
+
+
+@pytest.mark.parametrize(("variant", "moved"), [("unread", False), ("held", True)])
+def test_a_parameter_moves_where_something_reads_it(
+    variant: str, moved: bool, toy_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: set[str] = set()
+
+    class Spied(SlotPool):
+        def __init__(self, slots: dict[str, torch.Tensor], store: torch.Tensor, layout: BundleLayout) -> None:
+            super().__init__(slots, store, layout)
+            names.update(layout.names)
+
+    monkeypatch.setattr(loading, "SlotPool", Spied)
+    model = toy_model(variant)
+    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
+    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
+    assert ("w2_weight_global_scale" in names) == moved
 
 
 def test_a_static_scale_of_inputs_is_that_of_all_experts(toy_model: Callable[[str], Path]) -> None:

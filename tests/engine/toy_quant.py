@@ -22,7 +22,7 @@ NAME = "toy_scaled"
 
 class ToyMoEMethod(UnquantizedFusedMoEMethod):
     """`variant` chooses what else the kernel holds: nothing, a scale for all experts' inputs ("static"), or something
-    that cannot be paged."""
+    that cannot be paged; with "unread" the layer keeps a parameter that nothing reads, with "held" the kernel does."""
 
     def __init__(self, moe: Any, variant: str) -> None:
         super().__init__(moe)
@@ -42,6 +42,9 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         experts = self.moe_kernel.fused_experts
         experts.toy_scales = scales
+        if self.variant in ("unread", "held"):
+            kept = torch.nn.Parameter(scales if self.variant == "held" else 1 / scales, requires_grad=False)
+            layer.register_parameter("w2_weight_global_scale", kept)
         if self.variant == "static":
             replace_parameter(layer, "w2_input_scale", layer.w2_input_scale.max())
         elif self.variant == "reduction":
