@@ -7,7 +7,7 @@ captures graphs of more tokens than a paged engine can serve without the host.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from vvllm_shared.residency import graph_sizes, most_tokens
 _SIZES = {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}
 _FOUR_BITS = {"gptq", "auto_gptq", "gptq_marlin", "awq", "auto_awq", "awq_marlin", "mxfp4", "gpt_oss_mxfp4"}
 """Formats of weights alone. Some have 8 bits too, which Marlin also takes."""
+
+_LEFT = ("ignore", "exclude_modules", "modules_to_not_convert")
+"""Lists of names, or of patterns of names, of what is not quantised."""
 
 _EXPERTS = re.compile(r"(?<!shared_)experts")
 """In the name, or in the pattern of names, of what is a routed expert."""
@@ -77,7 +80,17 @@ def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str 
     """
     if quantization is None:
         return "triton"
-    fp8 = "triton" if fp8_units else "marlin"
+    # vLLM takes one name for all layers, and for experts of 16 bits none but Triton's.
+    left = _leaves_experts(quantization)
+    return None if left else _of_method(quantization, "triton" if fp8_units else "marlin")
+
+
+def _of_method(quantization: Mapping[str, Any], fp8: str) -> str | None:
+    """`moe_backend` where all routed experts are quantised.
+
+    Args:
+        fp8: the kernel for FP8 whose inputs are scaled by rows, or once for all.
+    """
     method = str(quantization.get("quant_method", "")).lower()
     if method in _FOUR_BITS:
         return "marlin"
@@ -94,6 +107,13 @@ def moe_backend(quantization: Mapping[str, Any] | None, fp8_units: bool) -> str 
         choices = {_of_group(table, str(form), fp8) for table in named or tables}
         return choices.pop() if len(choices) == 1 else None
     return None
+
+
+def _leaves_experts(quantization: Mapping[str, Any]) -> bool:
+    """Whether the experts of some layers stay as they were, layers of draft tokens aside."""
+    lists = (quantization.get(key) for key in _LEFT)
+    left = [str(name) for names in lists if isinstance(names, Sequence) for name in names]
+    return any(_EXPERTS.search(name) and "mtp" not in name for name in left)
 
 
 def _algorithm_of_experts(quantization: Mapping[str, Any]) -> str:

@@ -22,7 +22,8 @@ NAME = "toy_scaled"
 
 class ToyMoEMethod(UnquantizedFusedMoEMethod):
     """`variant` chooses what else the kernel holds: nothing, a scale for all experts' inputs ("static"), or something
-    that cannot be paged; with "unread" the layer keeps a parameter that nothing reads, with "held" the kernel does."""
+    that cannot be paged; with "unread" the layer keeps a parameter that nothing reads, with "held" the kernel does.
+    "first" is for the first layer alone."""
 
     def __init__(self, moe: Any, variant: str) -> None:
         super().__init__(moe)
@@ -92,5 +93,7 @@ class ToyConfig(QuantizationConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if isinstance(layer, RoutedExperts):
+            if self.variant == "first" and "layers.0." not in prefix:
+                return None  # this layer's experts are not quantised
             return ToyMoEMethod(layer.moe_config, self.variant)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
