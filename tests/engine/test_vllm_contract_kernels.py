@@ -25,6 +25,37 @@ def test_static_scales_of_inputs_are_the_largest() -> None:
     assert [float(scale) for scale in shared] == [4.0, 16.0]
 
 
+def test_static_scales_of_nvfp4s_inputs_are_those_of_the_largest() -> None:
+    """The same for NVFP4 by Triton, whose compressed-tensors scales are divisors: there the largest is the least."""
+    import torch
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as compressed,
+    )
+
+    source = inspect.getsource(nvfp4.convert_to_nvfp4_moe_kernel_format)
+    assert "a13_scale = 1.0 / a13_scale.max().to(torch.float32)" in source
+    method = compressed.CompressedTensorsW4A4Nvfp4MoEMethod
+    source = inspect.getsource(method.process_weights_after_loading)
+    assert "a13_scale=(1.0 / layer.w13_input_global_scale)" in source
+    assert "w13_scale_2=(1.0 / w13_weight_global_scale)" in source  # the divisor itself is read no more
+    divisors = torch.rand(1000) * 1000
+    assert 1.0 / (1.0 / divisors).max() == 1.0 / (1.0 / divisors.min())
+
+
+def test_nvfp4_by_triton() -> None:
+    """What `SlotNvfp4Triton` and `stock_launch` take of it: no naive alignment, no shape of blocks, the same sum."""
+    from vllm.model_executor.layers.fused_moe.experts import nvfp4_emulation_moe
+
+    experts = nvfp4_emulation_moe.Nvfp4QuantizationEmulationTritonExperts
+    source = inspect.getsource(experts.apply)
+    assert "moe_align_block_size(\n            topk_ids,\n            config" in source
+    assert "_prepare_expert_assignment" not in source
+    assert "num_tokens,\n            block_shape=None," in source
+    assert source.count("A_scale=self.quant_config.a") == 2  # static scales, set when it was made
+    assert "self.moe_sum(intermediate_cache3, output)" in source
+
+
 def test_the_kernel_adapter() -> None:
     """What `vvllm_pager.kernel` asks of vLLM to compute on slots as stock does on experts."""
     from vllm import _custom_ops
