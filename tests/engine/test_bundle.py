@@ -11,12 +11,16 @@ import pytest
 import torch
 from parity import MEDIUM, SHORT, ask
 
+from vvllm_msd.verify_engine import Answer
 from vvllm_pager import loading
 from vvllm_pager.bundle import BundleLayout
 from vvllm_pager.slot_pool import SlotPool
 from vvllm_shared.errors import UnsupportedError
 
 pytestmark = pytest.mark.engine
+
+BATCHES = [[SHORT], [MEDIUM]]
+SCALES = "kernel.impl.fused_experts.toy_scales"
 
 
 @pytest.fixture
@@ -34,44 +38,42 @@ def toy_model(zoo_model: Callable[[str], Path], tmp_path: Path) -> Callable[[str
     return make
 
 
-def test_tensors_that_only_the_kernel_holds_move_with_their_expert(toy_model: Callable[[str], Path]) -> None:
-    model = toy_model("plain")
-    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
-    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
+@pytest.fixture(scope="module")
+def stock(zoo_model: Callable[[str], Path]) -> list[Answer]:
+    """Of the model as it was drawn: the toy way gives it back exactly."""
+    return ask(zoo_model("qwen3_moe"), BATCHES, None)
 
 
-@pytest.fixture
-def moved(monkeypatch: pytest.MonkeyPatch) -> list[frozenset[str]]:
-    """The tensors that belong to an expert, layer by layer."""
-    names: list[frozenset[str]] = []
+@pytest.mark.parametrize(
+    ("variant", "name", "expected"),
+    [
+        ("plain", SCALES, [True, True]),
+        ("first", SCALES, [True, False]),  # the other layer's experts have another format
+        ("unread", "w2_weight_global_scale", [False, False]),
+        ("held", "w2_weight_global_scale", [True, True]),
+        ("zeros", "w13_zero_point", [True, True]),
+        ("symmetric", "w13_zero_point", [False, False]),
+    ],
+)
+def test_what_the_kernel_reads_moves_with_its_expert_and_nothing_else(
+    variant: str,
+    name: str,
+    expected: list[bool],
+    toy_model: Callable[[str], Path],
+    stock: list[Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Layer by layer, whoever holds it: not what is read by nobody, or the same for all experts."""
+    moved: list[bool] = []
 
     class Spied(SlotPool):
         def __init__(self, slots: dict[str, torch.Tensor], store: torch.Tensor, layout: BundleLayout) -> None:
             super().__init__(slots, store, layout)
-            names.append(layout.names)
+            moved.append(name in layout.names)
 
     monkeypatch.setattr(loading, "SlotPool", Spied)
-    return names
-
-
-@pytest.mark.parametrize(("variant", "read"), [("unread", False), ("held", True)])
-def test_a_parameter_moves_where_something_reads_it(
-    variant: str, read: bool, toy_model: Callable[[str], Path], moved: list[frozenset[str]]
-) -> None:
-    model = toy_model(variant)
-    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
-    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
-    assert ["w2_weight_global_scale" in names for names in moved] == [read, read]
-
-
-def test_experts_of_one_layer_may_have_another_format(
-    toy_model: Callable[[str], Path], moved: list[frozenset[str]]
-) -> None:
-    model = toy_model("first")
-    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
-    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
-    scales = "kernel.impl.fused_experts.toy_scales"
-    assert [scales in names for names in moved] == [True, False]
+    assert ask(toy_model(variant), BATCHES, {"slots": 5, "poison": True}) == stock
+    assert moved == expected
 
 
 def test_a_static_scale_of_inputs_is_that_of_all_experts(toy_model: Callable[[str], Path]) -> None:
@@ -85,9 +87,9 @@ def test_a_static_scale_of_inputs_is_that_of_all_experts(toy_model: Callable[[st
             name = f"model.layers.{layer}.mlp.experts.{expert}.down_proj.input_scale"
             tensors[name] = torch.tensor(2.0 if expert == largest else 0.5**expert)
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    paged = ask(model, [[SHORT], [MEDIUM]], {"slots": 5, "poison": True})
-    assert paged == ask(model, [[SHORT], [MEDIUM]], None)
-    assert paged != ask(toy_model("plain"), [[SHORT], [MEDIUM]], None)
+    paged = ask(model, BATCHES, {"slots": 5, "poison": True})
+    assert paged == ask(model, BATCHES, None)
+    assert paged != ask(toy_model("plain"), BATCHES, None)
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """A quantisation method of our own for the CPU, whose per-expert scales only the kernel object holds.
 
-Real formats with such tensors (NVFP4 through CUTLASS) need kernels that no CPU has. This one divides each expert's
+Real formats with such tensors need kernels that few CPUs have. This one divides each expert's
 down projection by a power of two and gives it back through the router's weights, exactly: an expert that is paged
 without its scale is wrong by orders of magnitude.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +25,9 @@ NAME = "toy_scaled"
 class ToyMoEMethod(UnquantizedFusedMoEMethod):
     """`variant` chooses what else the kernel holds: nothing, a scale for all experts' inputs ("static"), or something
     that cannot be paged; with "unread" the layer keeps a parameter that nothing reads, with "held" the kernel does.
-    "first" is for the first layer alone."""
+    "first" is for the first layer alone. "zeros" adds a zero point of each expert to the bits of its first weights,
+    "symmetric" the same to all.
+    """
 
     def __init__(self, moe: Any, variant: str) -> None:
         super().__init__(moe)
@@ -43,6 +47,16 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
         super().process_weights_after_loading(layer)
         experts = self.moe_kernel.fused_experts
         experts.toy_scales = scales
+        if self.variant in ("zeros", "symmetric"):
+            bits = layer.w13_weight.data.view(torch.int16)
+            zeros = (
+                bits.sum(dim=(1, 2)).remainder(997)
+                if self.variant == "zeros"
+                else torch.full((len(bits),), 7)
+            )
+            zero_points = torch.nn.Parameter(zeros.to(torch.int16), requires_grad=False)
+            layer.register_parameter("w13_zero_point", zero_points)
+            bits += zero_points[:, None, None]  # which wraps, and so goes back exactly
         if self.variant in ("unread", "held"):
             kept = torch.nn.Parameter(scales if self.variant == "held" else 1 / scales, requires_grad=False)
             layer.register_parameter("w2_weight_global_scale", kept)
@@ -64,7 +78,21 @@ class ToyMoEMethod(UnquantizedFusedMoEMethod):
         weights = topk_weights * scales[topk_ids.long()].to(topk_weights.dtype)
         if self.variant == "static":
             weights = weights * layer.w2_input_scale
-        return super().apply(layer, x, weights, topk_ids, *rest, **named)
+        with _decoded(layer):
+            return super().apply(layer, x, weights, topk_ids, *rest, **named)
+
+
+@contextmanager
+def _decoded(layer: Any) -> Iterator[None]:
+    """Within it the first weights are without their zero points, where they have some."""
+    encoded = layer.w13_weight.data
+    if (zero_points := getattr(layer, "w13_zero_point", None)) is not None:
+        bits = encoded.view(torch.int16) - zero_points[:, None, None]
+        layer.w13_weight.data = bits.view(encoded.dtype)
+    try:
+        yield
+    finally:
+        layer.w13_weight.data = encoded
 
 
 @register_quantization_config(NAME)
