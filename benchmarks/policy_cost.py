@@ -88,6 +88,7 @@ def turns(runtime: Path, tokens: int, between: list[str], pid: int | None) -> Tu
     for count, now in arrivals(runtime, tokens):
         place = count - len(found) * TURN
         if place >= TURN:
+            assert began[0], "so many tokens came at once that a turn has no beginning"
             found.append((between[len(found) % len(between)], (count - began[0]) / (now - began[1])))
             began = (0, 0.0)
             enter(between[len(found) % len(between)], pid)
