@@ -38,9 +38,22 @@ def test_static_scales_of_nvfp4s_inputs_are_those_of_the_largest() -> None:
     method = compressed.CompressedTensorsW4A4Nvfp4MoEMethod
     source = inspect.getsource(method.process_weights_after_loading)
     assert "a13_scale=(1.0 / layer.w13_input_global_scale)" in source
-    assert "w13_scale_2=(1.0 / w13_weight_global_scale)" in source  # the divisor itself is read no more
+    # The divisor itself is read no more, see `bundle.unread_parameters`.
+    assert "w13_scale_2=(1.0 / w13_weight_global_scale)" in source
+    assert "global_scale" not in inspect.getsource(method.apply)
     divisors = torch.rand(1000) * 1000
     assert 1.0 / (1.0 / divisors).max() == 1.0 / (1.0 / divisors.min())
+
+
+def test_no_kernel_reads_the_shapes_of_packed_weights() -> None:
+    """Which `bundle.unread_parameters` leaves out."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as compressed,
+    )
+
+    method = compressed.CompressedTensorsWNA16MoEMethod
+    assert "weight_shape" in inspect.getsource(method.create_weights)
+    assert "weight_shape" not in inspect.getsource(method.apply)
 
 
 def test_nvfp4_by_triton() -> None:
