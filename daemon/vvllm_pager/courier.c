@@ -115,12 +115,15 @@ static int ready(const struct courier *courier, uint32_t before) {
     return done == courier->queued || done == before;
 }
 
-/* Guesses that are mostly wrong take the link's time for nothing: stop asking, and try again later. */
+/* Guesses that are mostly wrong take the link's time for nothing: stop asking, and try again later. Who waited in vain
+ * is counted anew for each window: what is rare may go on for hours. */
 static void judge(struct courier *courier, uint32_t used) {
+    const struct route *route = &courier->route;
     courier->used = used;
-    if (courier->window_brought < WINDOW) return;
+    if (courier->window_brought < WINDOW || check(courier, route->write(route->stream, route->enabled + 4, 0, 0)))
+        return;
     if ((used - courier->window_used) * LEAST_USED < courier->window_brought) {
-        check(courier, courier->route.write(courier->route.stream, courier->route.enabled, 0, 0));
+        check(courier, route->write(route->stream, route->enabled, 0, 0));
         courier->judged = 1;
         courier->pardoned = now();
     }

@@ -18,7 +18,7 @@ ROW = tl.constexpr(3 + ASK.value)
 """int32 words of what is asked for a layer: the layer, the message's number, how many, and their experts."""
 NUMBER, USED, ENABLED, LATE = map(tl.constexpr, range(4))
 """Of the counters, int32: messages so far, bundles that came from lanes, whether anything is to be asked for, and how
-often a program of *fill* lost its patience since the courier last allowed to ask."""
+often a program of *fill* lost its patience in the courier's present window of bundles."""
 _TOO_LATE = tl.constexpr(64)
 """From so many on nothing is asked for: the courier gets no time to run."""
 _LAST = tl.constexpr(2**31 - 1)

@@ -168,6 +168,24 @@ def test_what_somebody_else_switched_off_stays_off(served: Served) -> None:
     assert served.enabled[0] == 0
 
 
+def test_who_waits_in_vain_now_and_then_is_not_counted_for_ever(served: Served) -> None:
+    def forgiven(within: float) -> None:
+        end = time.monotonic() + within
+        while served.enabled[1]:
+            assert time.monotonic() < end, "still counted"
+            time.sleep(0.001)
+
+    served.enabled[1] = 40
+    forgiven(5)  # by a pause; the next one is two seconds away
+    served.enabled[1] = 40
+    for number in range(1, 257):  # a window of the courier's
+        assert served.enabled[1] == 40
+        served.post(number, [(0, 1), (0, 2)], used=2 * number)
+        served.wait(0, 1, number)
+    forgiven(0.8)
+    assert served.enabled[0] == 1
+
+
 def test_who_waited_in_vain_may_ask_again_after_a_while(served: Served) -> None:
     served.enabled[1] = 70
     end = time.monotonic() + 10
