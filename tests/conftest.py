@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import rare_families
 import recording
 import zoo
 from zoo import ZooModel
@@ -38,6 +39,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def record_parity(request: pytest.FixtureRequest) -> recording.Record:
     """`record_parity(family, scheme, ...)` notes that a test's assertions held; see `recording.recorder`."""
     return recording.recorder(request.config.getoption("--record"))
+
+
+@pytest.fixture(scope="session")
+def rare_model(tmp_path_factory: pytest.TempPathFactory) -> ZooModel:
+    """As `zoo_model`, for the families of `rare_families`."""
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = rare_families.make(family, tmp_path_factory.mktemp("rare") / family)
+        return made[family]
+
+    return get
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,9 @@ def _shorten(text: dict[str, Any], total: int, layers: int) -> None:
     for key, value in text.items():
         if key in LAYER_KEYS and value == total:
             text[key] = layers
-        if isinstance(value, list) and len(value) == total:  # one entry per layer, for example layer_types
+        # One entry or letter for each layer, for example layer_types.
+        by_layer = isinstance(value, list) or (isinstance(value, str) and key.endswith("_pattern"))
+        if by_layer and len(value) == total:
             text[key] = value[:layers]
     if "num_nextn_predict_layers" in text:
         text["num_nextn_predict_layers"] = 0

@@ -1,7 +1,8 @@
 """The tensors of the experts, found by their names, and which layers they belong to.
 
 Two layouts are known: one tensor for each expert and projection (`...experts.17.up_proj.weight`), and one for all
-experts of a layer (`...experts.gate_up_proj`, whose first dimension is the expert).
+experts of a layer (`...experts.gate_up_proj`, or Granite's `...block_sparse_moe.input_linear.weight`, whose first
+dimension is the expert).
 """
 
 from __future__ import annotations
@@ -19,13 +20,18 @@ from vvllm_shared.errors import CheckpointError, UnsupportedError
 
 _LAYER = r"(?P<stem>(?:.*?\.)?(?:layers|blocks|h)\.)(?P<layer>\d{1,6})\."
 _IN_LAYER = re.compile(_LAYER)
-_NAME = re.compile(_LAYER + r"(?P<block>(?:.*?\.)?)experts\.(?P<rest>.+)")
+_FUSED_IN_BLOCK = r"(?<=block_sparse_moe\.)(?=(?:in|out)put_linear\.)"
+_NAME = re.compile(_LAYER + rf"(?P<block>(?:.*?\.)?)(?:experts\.|{_FUSED_IN_BLOCK})(?P<rest>.+)")
+_HINTS = ("experts.", "put_linear.")
+"""One of them is in each such name."""
+_OF_ROUTER = "e_score_correction_bias"
+"""Laguna's checkpoints have it beside the experts."""
 _NUMBERED = re.compile(r"(?P<expert>\d{1,6})\.(?P<tail>.+)")
 _ELSEWHERE = re.compile(r"(?:^|\.)(?:mtp|draft|visual|vision\w*|image\w*|audio\w*)\.")
 """Draft layers and towers for other modalities: not part of the language model."""
 
 _PART = re.compile(
-    r"(?P<projection>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|w13)(?:[._](?P<kind>.+))?"
+    r"(?P<projection>gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|w13|(?:in|out)put_linear)(?:[._](?P<kind>.+))?"
 )
 _WEIGHT = re.compile(r"(?:weight_|q)?(?:weight|packed|blocks)")
 _BESIDE_WEIGHT = re.compile(
@@ -74,7 +80,7 @@ class MoeLayer:
 
     number: int
     prefix: str
-    """What their names begin with, up to and with `experts.`"""
+    """What their names begin with, up to and with `experts.` where they have that."""
     single: dict[int, dict[Part, Stored]] = field(default_factory=dict)
     """Expert to its tensors."""
     fused: dict[Part, Stored] = field(default_factory=dict)
@@ -114,8 +120,8 @@ def find_layers(tensors: dict[str, Stored], config: ModelConfig, warnings: list[
     blocks: set[tuple[str, str]] = set()
     beyond: set[int] = set()
     for name, stored in tensors.items():
-        match = _NAME.fullmatch(name) if "experts." in name else None
-        if match is None or _ELSEWHERE.search(match["stem"]):
+        match = _NAME.fullmatch(name) if any(hint in name for hint in _HINTS) else None
+        if match is None or match["rest"] == _OF_ROUTER or _ELSEWHERE.search(match["stem"]):
             continue
         number = int(match["layer"])
         if number >= config.layers:

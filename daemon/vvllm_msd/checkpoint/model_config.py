@@ -25,6 +25,9 @@ _TOP_K = (
 )
 LAYER_KEYS = ("num_hidden_layers", "n_layers", "num_layers")
 """Where families have the number of the language model's layers."""
+_KINDS = ("layers_block_type", "hybrid_override_pattern")
+"""Nemotron-H's layers, one by one: as words, or as letters of one string. It goes by their number, where they are."""
+_KINDS_WITH_EXPERTS = frozenset({"moe", "E"})
 _ALL_LAYERS = frozenset({"mixtral", "olmoe", "gpt_oss"})
 """Families whose every layer has experts, and whose configs have no word for it."""
 
@@ -71,7 +74,10 @@ def read_model_config(directory: Path) -> ModelConfig:
             f"{directory} is not a Mixture-of-Experts model: its config.json ({architecture}) names no experts.",
             "Choose a Mixture-of-Experts model; vLLM alone serves the others.",
         )
-    layers = needed_number(path, text, LAYER_KEYS, limits.LAYERS)
+    kinds = _kinds(text)
+    layers = len(kinds) if kinds else needed_number(path, text, LAYER_KEYS, limits.LAYERS)
+    if layers > limits.LAYERS:
+        raise CheckpointError(f"{path} has {layers} layers (1 to {limits.LAYERS}).", _TAKE_AGAIN)
     top_k = needed_number(path, text, _TOP_K, limits.TOP_K)
     if top_k > experts:
         raise CheckpointError(
@@ -147,9 +153,19 @@ def _moe_layers(path: Path, config: dict[str, Any], model_type: str, layers: int
     return None if chosen is None else frozenset(chosen)
 
 
+def _kinds(config: dict[str, Any]) -> list[str] | str | None:
+    """Each layer's kind, where one of them is experts; None in configs that do not tell it so."""
+    found = next((config[key] for key in _KINDS if isinstance(config.get(key), list | str)), None)
+    if found is None or not all(isinstance(kind, str) for kind in found):
+        return None
+    return None if _KINDS_WITH_EXPERTS.isdisjoint(found) else found
+
+
 def _by_rule(config: dict[str, Any], model_type: str, layers: range) -> Iterable[int] | None:
-    if kinds := config.get("mlp_layer_types"):
-        return [layer for layer in layers if kinds[layer] == "sparse"]
+    if kinds := _kinds(config):
+        return [layer for layer in layers if kinds[layer] in _KINDS_WITH_EXPERTS]
+    if types := config.get("mlp_layer_types"):
+        return [layer for layer in layers if types[layer] == "sparse"]
     frequency = config.get("moe_layer_freq") or 1
     if isinstance(frequency, list):
         return [layer for layer in layers if frequency[layer]]

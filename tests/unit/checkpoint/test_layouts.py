@@ -179,6 +179,8 @@ def test_draft_layers_are_left_alone(copy: ZooModel, prefix: str) -> None:
         ({"moe_layer_freq": [0, 1, 1, 0, 1, 1]}, (1, 2, 4, 5)),
         ({"mlp_layer_types": ["dense", *["sparse"] * 5]}, (1, 2, 3, 4, 5)),
         ({"decoder_sparse_step": None, "interleave_moe_layer_step": 3}, (2, 5)),
+        ({"hybrid_override_pattern": "M-E*ME"}, (2, 5)),
+        ({"layers_block_type": ["mamba", "moe", "attention"] * 2}, (1, 4)),
     ],
 )
 def test_rules_for_which_layers_have_experts(
